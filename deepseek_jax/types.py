@@ -1,0 +1,56 @@
+"""Values that travel between layers and out of the model.
+
+Legend: B rows, S encoder slots, T decoder slots, Q either of them, N entry cells, K chosen entries,
+c streams, D width, d head width, i indexer width, E experts, V vocabulary, W pool blocks.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+# Observes a named value and returns what the model goes on with: the identity, except in `verify`,
+# which records the value and may put a recorded one in its place.
+Tap = Callable[[str, jax.Array], jax.Array]
+
+
+def no_tap(name: str, value: jax.Array) -> jax.Array:
+  del name
+  return value
+
+
+class Slots(NamedTuple):
+  """What a block needs to know about the slots it works on (encoder or decoder)."""
+
+  positions_BQ: jax.Array  # int32
+  is_vision_BQ: jax.Array  # bool, inside an image span
+  counts_BQ: jax.Array  # bool, a real token that is no replay copy
+  segment_start_BQ: jax.Array  # int32
+  entry_begin_BQ: dict[int, jax.Array]  # m -> int32
+  entry_end_BQ: dict[int, jax.Array]
+
+
+class LayerCarry(NamedTuple):
+  """Everything that flows from one layer to the next."""
+
+  streams_BQcD: jax.Array  # compute dtype
+  pre_mix_BQc: jax.Array  # float32, collapse weights made at the site before
+  shared_kv_BNd: jax.Array | None  # entries of the last KV source
+  index_keys_BNi: jax.Array | None  # float32, before fake quantization
+  selection_BQK: jax.Array | None  # int32 ascending, -1 at the end
+  pool_BQW: jax.Array | None  # int32 ascending block ids of the candidate pool, -1 at the end
+
+
+class LayerAux(NamedTuple):
+  """What a layer reports; sums over the slots that count, so that batches can be added up."""
+
+  load_text_E: jax.Array  # float32, text slots routed to each expert
+  load_vision_E: jax.Array  # float32, image-span slots
+  balance: jax.Array  # float32 [], sum over rows of sum_e f_e P_e
+  indexer_kl: jax.Array  # float32 [], sum over queries; 0 in layers without an indexer
+
+
+class ModelOutput(NamedTuple):
+  hidden_BTD: jax.Array  # float32, after the last norm
+  head_VD: jax.Array  # float32 output embedding
+  layers: dict  # LayerAux per layer, nested and stacked like the parameters
