@@ -150,6 +150,7 @@ class ModelConfig(Config):
   moe: MoeConfig = MoeConfig()
   engram: EngramConfig = EngramConfig()
   numerics: NumericsConfig = NumericsConfig()
+  init_std: float = 0.02  # of matrices, embeddings and tables; the report states none (ours)
   scan_layers: bool = True  # False: one subtree per layer
   remat: Literal["none", "block"] = "block"  # what the backward pass computes again
 

@@ -1,7 +1,8 @@
 """Values that travel between layers and out of the model.
 
-Legend: B rows, S encoder slots, T decoder slots, Q either of them, N entry cells, K chosen entries,
-c streams, D width, d head width, i indexer width, E experts, V vocabulary, W pool blocks.
+Legend: B rows, S encoder slots, T decoder slots, Q either of them, N entry cells, m ratio, K chosen
+entries, L Engram tables, R table rows of a token, c streams, D width, d head width, i indexer
+width, E experts, V vocabulary, W pool blocks.
 """
 
 from collections.abc import Callable
@@ -28,6 +29,15 @@ class Slots(NamedTuple):
   segment_start_BQ: jax.Array  # int32
   entry_begin_BQ: dict[int, jax.Array]  # m -> int32
   entry_end_BQ: dict[int, jax.Array]
+  engram_rows_BQLR: jax.Array  # int32 table rows, -1 in padding
+
+
+class Entries(NamedTuple):
+  """Where the compressed entries of one ratio come from."""
+
+  slots_BNm: jax.Array  # int32 encoder slots, -1 in cells without an entry
+  positions_BN: jax.Array  # int32 position of the first token
+  exists_BN: jax.Array  # bool
 
 
 class LayerCarry(NamedTuple):

@@ -1,0 +1,310 @@
+"""The checkpoints of a run: saved in the background, checked before use, pruned.
+
+In the folder: `<step>/` complete once it has a manifest; `<step>.saving` exists from the start of a
+save until its manifest is written, which tells an interrupted save from a lost manifest;
+`<step>.damaged-<n>` and `<step>.unfinished-<n>` set aside; `<step>.deleting` on its way out.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from deepseek_jax.checkpoint import manifest, retention, storage
+from deepseek_jax.checkpoint.errors import CheckpointError
+
+DOCUMENTS = ("data", "meta")  # the JSON items of a step
+SAVING, DELETING = ".saving", ".deleting"
+ASIDE = re.compile(r"(\d+)\.(damaged|unfinished)-(\d+)")
+NONE = -1  # in place of a step
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+  step: int
+  items: dict[str, Any]  # as asked for, onto the shardings asked for
+  data: dict  # state of the data pipeline
+  meta: dict
+
+
+def restore_step(path: str | os.PathLike[str], abstract_items: dict[str, Any]) -> Restored:
+  """Reads one step and changes nothing, so it may run beside the run that writes the folder.
+
+  Args:
+    path: folder of the step.
+    abstract_items: item name -> tree of jax.ShapeDtypeStruct with sharding; a subset will do.
+
+  Raises: CheckpointError if the step is damaged, unfinished, or does not fit `abstract_items`.
+  """
+  folder = pathlib.Path(path).absolute()
+  if problems := manifest.verify_step(folder):
+    raise CheckpointError(f"The checkpoint {folder} cannot be used: {_list(problems)}.")
+  return _read(folder, abstract_items)
+
+
+def _log(sentence: str) -> None:
+  logging.getLogger(__name__).warning(sentence)
+
+
+class Checkpoints:
+  """Writer and reader of a run's checkpoint folder. One per run: it removes leftovers.
+
+  Args:
+    directory: created if missing.
+    keep_last: the newest so many steps stay.
+    keep_every: multiples of it stay for good; 0: none.
+    on_error: "stop": a failed save raises from `poll`; "continue": it is reported, and the next
+      save tries again.
+    report: takes one sentence about something the user should know.
+
+  With several processes every one makes the same calls; process 0 does the work on the folder.
+  """
+
+  def __init__(
+    self,
+    directory: str | os.PathLike[str],
+    *,
+    keep_last: int = 3,
+    keep_every: int = 0,
+    on_error: Literal["stop", "continue"] = "stop",
+    report: Callable[[str], None] = _log,
+  ) -> None:
+    if keep_last < 1:
+      raise ValueError(f"checkpoint.keep_last is {keep_last}, accepted are 1, 2, ...")
+    self._directory = pathlib.Path(directory).absolute()
+    self._keep_last, self._keep_every = keep_last, keep_every
+    self._on_error, self._report = on_error, report
+    self._primary = jax.process_index() == 0
+    self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+    self._save_in_flight: concurrent.futures.Future[None] | None = None
+    self._saving = NONE  # the step of the save in flight
+    self._newest = NONE  # the step that was saved or restored last
+    self._bytes_needed = 0
+    if self._primary:
+      self._prepare_folder()
+    self._storage = storage.Storage()
+
+  def steps(self) -> list[int]:
+    """Complete steps, ascending."""
+    return [s for s in self._step_folders() if manifest.has_manifest(self._path(s))]
+
+  def save(self, step: int, state_items: dict[str, Any], data: dict, meta: dict) -> None:
+    """Starts a save; returns when the arrays are copied, so that they may be donated.
+
+    Waits for the save before it, if that is still running. Does nothing for the step that was
+    saved or restored last. Metrics up to `step` must be written before: a run that resumes here
+    does not compute them again.
+
+    Args:
+      step: optimizer steps taken.
+      state_items: item name -> tree of jax.Array.
+      data: JSON-able state of the data pipeline.
+      meta: JSON-able facts about the run.
+
+    Raises: CheckpointError as `poll` does.
+    """
+    if step == self._newest:
+      return
+    self.wait()
+    self._newest = self._saving = step
+    self._bytes_needed = _bytes(state_items)
+    try:
+      if self._primary:
+        self._path(step, SAVING).touch()
+      self._storage.start_save(self._path(step), state_items, {"data": data, "meta": meta})
+    except storage.SAVE_ERRORS as error:
+      self._failed(step, error)
+    else:
+      self._save_in_flight = self._background.submit(self._finish, step)
+
+  def poll(self) -> None:
+    """Cheap; call it every step.
+
+    Raises: CheckpointError, once, if a save failed and on_error is "stop".
+    """
+    done = self._save_in_flight
+    if done is None or not done.done():
+      return
+    self._save_in_flight = None
+    if error := done.exception():
+      self._failed(self._saving, error)
+
+  def wait(self) -> int | None:
+    """Waits for the save in flight. Returns the newest complete step. Raises as `poll` does."""
+    if self._save_in_flight is not None:
+      concurrent.futures.wait([self._save_in_flight])
+    self.poll()
+    return max(self.steps(), default=None)
+
+  def close(self) -> None:
+    """Waits for the save in flight and ends the background threads. Raises as `poll` does."""
+    try:
+      self.wait()
+    finally:
+      self._background.shutdown()
+      self._storage.close()
+
+  def restore(self, abstract_items: dict[str, Any], step: int | None = None) -> Restored | None:
+    """Reads the newest good step, or the given one.
+
+    Without `step`, damaged and unfinished steps are reported and set aside on the way.
+
+    Args:
+      abstract_items: item name -> tree of jax.ShapeDtypeStruct with sharding; a subset will do.
+      step: the only step to consider.
+
+    Returns: None if nothing was ever saved completely, so that the run starts fresh.
+    Raises: CheckpointError if there were steps and none is good, or one does not fit.
+    """
+    self.wait()
+    if step is not None:
+      self._newest = step
+      return restore_step(self._path(step), abstract_items)
+    chosen, failure = NONE, None
+    if self._primary:
+      try:
+        chosen = self._newest_good()
+      except CheckpointError as error:
+        failure = error
+    chosen, failed = _from_primary(chosen, failure is not None)
+    if failed:
+      raise failure or CheckpointError(f"No usable checkpoint in {self._directory}.")
+    if chosen == NONE:
+      return None
+    self._newest = chosen
+    return _read(self._path(chosen), abstract_items)
+
+  def _path(self, step: int, suffix: str = "") -> pathlib.Path:
+    return self._directory / f"{step}{suffix}"
+
+  def _step_folders(self) -> list[int]:
+    return sorted(int(p.name) for p in self._directory.iterdir() if p.name.isdecimal())
+
+  def _prepare_folder(self) -> None:
+    """Creates the folder and removes what a killed run left half written or half deleted."""
+    try:
+      self._directory.mkdir(parents=True, exist_ok=True)
+      for path in self._directory.iterdir():
+        if storage.PARTIAL_MARK in path.name or path.name.endswith(DELETING):
+          shutil.rmtree(path)
+          self._report(f"Removed {path.name}, which an interrupted run left in {self._directory}.")
+      for mark in self._directory.glob(f"*{SAVING}"):
+        step_folder = mark.with_suffix("")
+        if not step_folder.is_dir() or manifest.has_manifest(step_folder):
+          mark.unlink()
+    except OSError as error:
+      raise CheckpointError(
+        f"The checkpoint folder {self._directory} cannot be used: {error.strerror}."
+      ) from error
+
+  def _newest_good(self) -> int:
+    """Walks back to a step whose files match its manifest; sets the others aside."""
+    for step in reversed(self._step_folders()):
+      problems = manifest.verify_step(self._path(step))
+      if not problems:
+        return step
+      interrupted = self._path(step, SAVING).exists()
+      self._set_aside(step, "unfinished" if interrupted else "damaged", problems)
+    damaged = [m[0] for m in self._aside() if m[2] == "damaged"]
+    if damaged:
+      raise CheckpointError(
+        f"No usable checkpoint is left in {self._directory} (set aside: {', '.join(damaged)}); "
+        "restore one from a copy, or move the folder away to start over."
+      )
+    return NONE
+
+  def _aside(self) -> list[re.Match[str]]:
+    names = sorted(path.name for path in self._directory.iterdir())
+    return [found for name in names if (found := ASIDE.fullmatch(name))]
+
+  def _set_aside(self, step: int, state: str, problems: list[str]) -> None:
+    taken = [int(m[3]) for m in self._aside() if int(m[1]) == step and m[2] == state]
+    target = self._path(step, f".{state}-{max(taken, default=0) + 1}")
+    self._path(step).rename(target)
+    self._path(step, SAVING).unlink(missing_ok=True)
+    self._report(
+      f"Checkpoint {step} is {state} ({_list(problems)}); it was set aside as {target.name}."
+    )
+
+  def _finish(self, step: int) -> None:
+    """In the background: Orbax's commit, the manifest, then room for the next step."""
+    self._storage.wait()
+    if self._primary:
+      manifest.write_manifest(self._path(step))
+      self._path(step, SAVING).unlink()
+      self._prune()
+
+  def _prune(self) -> None:
+    complete = self.steps()
+    old = retention.expendable(complete, keep_last=self._keep_last, keep_every=self._keep_every)
+    oldest_recent = complete[-self._keep_last :][0]
+    aside = [self._directory / m[0] for m in self._aside() if int(m[1]) < oldest_recent]
+    for path in [*(self._path(step) for step in old), *aside]:
+      # Renamed first: a step that is half deleted must not look damaged.
+      leaving = path.with_name(path.name + DELETING)
+      path.rename(leaving)
+      shutil.rmtree(leaving)
+
+  def _failed(self, step: int, error: BaseException) -> None:
+    """Removes the partial step and tells the user."""
+    self._newest = NONE
+    if self._primary:
+      self._remove_partial(step)
+    free = shutil.disk_usage(self._directory).free
+    sentence = (
+      f"Checkpoint {step} could not be saved in {self._directory}: {storage.reason(error)} "
+      f"(it needs about {_size(self._bytes_needed)}, {_size(free)} are free)."
+    )
+    if self._on_error == "stop":
+      raise CheckpointError(sentence) from error
+    self._report(f"{sentence} The next save tries again.")
+
+  def _remove_partial(self, step: int) -> None:
+    for path in self._directory.glob(f"{step}*"):
+      unfinished = path.name == f"{step}" and not manifest.has_manifest(path)
+      if unfinished or path.name.startswith(f"{step}{storage.PARTIAL_MARK}"):
+        shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # of a file system that became read-only
+      self._path(step, SAVING).unlink()
+
+
+def _read(folder: pathlib.Path, abstract_items: dict[str, Any]) -> Restored:
+  items = storage.read_items(folder, abstract_items)
+  data, meta = (storage.read_document(folder, name) for name in DOCUMENTS)
+  return Restored(step=int(folder.name), items=items, data=data, meta=meta)
+
+
+def _from_primary(chosen: int, failed: bool) -> tuple[int, bool]:
+  """What process 0 decided, on every process."""
+  if jax.process_count() == 1:
+    return chosen, failed
+  told = multihost_utils.broadcast_one_to_all(np.asarray([chosen, failed], np.int32))
+  return int(told[0]), bool(told[1])
+
+
+def _bytes(state_items: dict[str, Any]) -> int:
+  """Size of the state, each array counted once however often it is replicated."""
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(state_items))
+
+
+def _size(count: float) -> str:
+  for unit in ("bytes", "kB", "MB", "GB"):
+    if count < 1000:
+      return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+    count /= 1000
+  return f"{count:.1f} TB"
+
+
+def _list(problems: list[str], shown: int = 3) -> str:
+  more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
+  return "; ".join(problems[:shown]) + more

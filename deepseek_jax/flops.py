@@ -1,0 +1,167 @@
+"""Arithmetic on a configuration: parameters, activated parameters, model FLOPs, peak rates.
+
+Model FLOPs are what the mathematics asks for: no recomputation, no padding, no softmax, norm or
+mHC mixing. A multiplication and the addition after it are two.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal
+
+import numpy as np
+
+from deepseek_jax.config import LayerSpec, ModelConfig
+
+Mode = Literal["train", "prefill", "decode"]
+
+# Dense bfloat16 FLOP/s by jax.Device.device_kind. Source: design.md section 5. JAX shows an Ironwood
+# chip (2307 TFLOP/s) as two devices.
+_PEAKS = {
+  "NVIDIA H200": 989e12,
+  "TPU v5": 459e12,  # v5p; "TPU v5 lite" is another chip
+  "TPU v5p": 459e12,
+  "TPU v6 lite": 918e12,
+  "TPU v6e": 918e12,
+  "TPU7x": 2307e12 / 2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerParameters:
+  """Counts of one layer, Engram table excluded."""
+
+  matrices: int  # every token passes through them
+  kv_side: int  # compressor and index key matrices, which a decoder source needs for every token
+  experts: int  # routed experts, all of them
+  active_experts: int  # those of one token
+  gains: int  # norms, sink, mHC bases and scales, Engram gains
+  router_bias: int
+
+
+def layer_parameters(cfg: ModelConfig, spec: LayerSpec) -> LayerParameters:
+  """Shapes as in model.md section 4."""
+  a, i, m, e = cfg.attention, cfg.indexer, cfg.moe, cfg.engram
+  coefficients = cfg.streams * (cfg.streams + 2)  # pre, post and combination of one mHC site
+  expert = 3 * cfg.dim * m.hidden
+  matrices = (
+    cfg.dim * (a.q_rank + a.head_dim)
+    + a.q_rank * a.heads * a.head_dim
+    + a.heads * a.head_dim * a.o_rank
+    + a.o_groups * a.o_rank * cfg.dim
+    + 2 * coefficients * cfg.streams * cfg.dim
+    + cfg.dim * m.experts
+    + expert  # the shared one
+  )
+  gains = a.q_rank + a.head_dim + a.heads + 2 * cfg.dim + 2 * (coefficients + 3)
+  kv_side = 0
+  if spec.kind == "full":
+    kv_side = cfg.dim * a.head_dim * (2 if spec.ratio > 1 else 1) + a.head_dim * i.head_dim
+    gains += a.head_dim + i.head_dim
+  if spec.kind in ("full", "reindex"):
+    matrices += a.q_rank * i.heads * i.head_dim + cfg.dim * i.heads
+  if spec.engram is not None:
+    matrices += e.lookups * e.head_dim * (cfg.streams + 1) * cfg.dim
+    gains += 2 * cfg.streams * cfg.dim
+  return LayerParameters(
+    matrices=matrices,
+    kv_side=kv_side,
+    experts=m.experts * expert,
+    active_experts=m.experts_per_token * expert,
+    gains=gains,
+    router_bias=2 * m.experts,  # text and image-span tokens
+  )
+
+
+def parameters(cfg: ModelConfig) -> dict[str, int]:
+  """Number of parameters: "backbone" (router biases included), "router_bias", "engram", "total".
+
+  "engram" are the tables; the projections after a lookup are part of the backbone.
+  """
+  layers = [layer_parameters(cfg, spec) for spec in cfg.schedule()]
+  backbone = 2 * cfg.vocab * cfg.dim + cfg.dim
+  backbone += sum(p.matrices + p.kv_side + p.experts + p.gains + p.router_bias for p in layers)
+  engram = sum(cfg.engram.table_rows) * cfg.engram.head_dim
+  return {
+    "backbone": backbone,
+    "router_bias": sum(p.router_bias for p in layers),
+    "engram": engram,
+    "total": backbone + engram,
+  }
+
+
+def activated_parameters(cfg: ModelConfig) -> dict[str, int]:
+  """Parameters that one token passes through: "prefill" the encoder layers, "decode" all and the
+  head; embedding rows and table rows are not counted.
+  """
+  active = [
+    p.matrices + p.kv_side + p.active_experts + p.gains + p.router_bias
+    for p in (layer_parameters(cfg, spec) for spec in cfg.schedule())
+  ]
+  return {
+    "prefill": sum(active[: cfg.decoder_start]),
+    "decode": sum(active) + cfg.vocab * cfg.dim,
+  }
+
+
+def flops_per_token(cfg: ModelConfig, mode: Mode, context: int) -> float:
+  """Model FLOPs for a token, averaged over a row where the tokens differ.
+
+  Args:
+    mode: "train" for forward and backward of a row that is one document of `context` tokens,
+        6 activated matmul parameters + 3 forward attention + indexer scans
+      (choosing entries has no gradient, so scans count once);
+      "prefill" for a prompt of `context` tokens whose last window alone enters the decoder;
+      "decode" for the token at the end of `context` tokens.
+    context: tokens, at least 1.
+  """
+  seen = np.arange(1, context + 1, dtype=np.int64)  # tokens up to each query, itself included
+  if mode == "decode":
+    return _forward(cfg, cfg.schedule(), seen[-1:]) + 2 * cfg.vocab * cfg.dim
+  if mode == "train":
+    return _forward(cfg, cfg.schedule(), seen, backward=True) + 6 * cfg.vocab * cfg.dim
+  split = cfg.num_layers if cfg.decoder_start is None else cfg.decoder_start
+  encoder, decoder = cfg.schedule()[:split], cfg.schedule()[split:]
+  tail = seen[-cfg.attention.window :]
+  share = len(tail) / context
+  kv_side = sum(layer_parameters(cfg, spec).kv_side for spec in decoder)
+  return (
+    _forward(cfg, encoder, seen)
+    + share * _forward(cfg, decoder, tail, in_segment=seen[: len(tail)])
+    + (1 - share) * 2 * kv_side
+    + 2 * cfg.vocab * cfg.dim / context  # only the last token's logits
+  )
+
+
+def peak_flops(device_kind: str) -> float | None:
+  """Dense bfloat16 FLOP/s of a device of this kind; None where it is not known, as for a CPU."""
+  return _PEAKS.get(device_kind)
+
+
+def _forward(
+  cfg: ModelConfig,
+  specs: Iterable[LayerSpec],
+  seen: np.ndarray,
+  *,
+  in_segment: np.ndarray | None = None,
+  backward: bool = False,
+) -> float:
+  """FLOPs of some layers, the mean over queries.
+
+  seen: for each query, how many tokens of its document it comes after, plus itself; in_segment:
+  the same in the segment that the window stays in, where that is shorter than the document.
+  """
+  a, i = cfg.attention, cfg.indexer
+  passes = 3 if backward else 1  # the backward pass costs two forward passes
+  window = np.minimum(seen if in_segment is None else in_segment, a.window)
+  total = 0.0
+  for spec in specs:
+    p = layer_parameters(cfg, spec)
+    total += passes * 2.0 * (p.matrices + p.kv_side + p.active_experts)
+    visible = seen // spec.ratio if spec.ratio else np.zeros_like(seen)
+    keys = window + np.minimum(visible, i.top_k)
+    total += passes * 4.0 * a.heads * a.head_dim * keys.mean()  # q . k and p v
+    if spec.kind in ("full", "reindex"):
+      pool = i.pool_blocks * i.pool_block_size
+      scanned = np.minimum(visible, pool) if spec.pool == "restrict" else visible
+      total += 2.0 * i.heads * i.head_dim * scanned.mean()
+  return float(total)

@@ -1,0 +1,127 @@
+"""The backbone: tokens to the hidden states that the output embedding reads.
+
+Legend: B rows, S encoder slots, T decoder slots, N entry cells, c streams, D width, V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from deepseek_jax.config import LayerGroup, ModelConfig
+from deepseek_jax.layout import TEXT, Layout
+from deepseek_jax.nn import parameters
+from deepseek_jax.nn.block import Group, Surroundings, make_block
+from deepseek_jax.ops.hyper_connection import collapse
+from deepseek_jax.ops.rms_norm import rms_norm
+from deepseek_jax.sharding import constrain
+from deepseek_jax.types import Entries, LayerCarry, ModelOutput, Slots, Tap, no_tap
+
+
+class Model(nn.Module):
+  """Embedding, the layers of cfg.schedule(), last norm (model.md section 2.1).
+
+  Attributes:
+    train_indexer: also compute the indexers' own loss.
+    tap: observes named values (see types.Tap); anything but the default needs scan_layers=False.
+  """
+
+  cfg: ModelConfig
+  train_indexer: bool = False
+  tap: Tap = no_tap
+
+  @nn.compact
+  def __call__(self, layout: Layout) -> ModelOutput:
+    cfg, tap = self.cfg, self.tap
+    matrix, shape, axes = parameters.normal(cfg.init_std), (cfg.vocab, cfg.dim), ("vocab", "embed")
+    embed_VD = parameters.declare(self, "embed", matrix, shape, axes)
+    head_VD = parameters.declare(self, "head", matrix, shape, axes)
+    gain_D = parameters.declare(self, "norm", parameters.ones, (cfg.dim,), ("embed",))
+
+    around = surroundings(layout)
+    h_BSD = embed_VD[layout.tokens].astype(cfg.numerics.compute_dtype)
+    h_BSD = constrain(tap("embed_out", h_BSD), "batch", "seq", None)
+    carry = LayerCarry(
+      streams_BQcD=jnp.repeat(h_BSD[:, :, None], cfg.streams, axis=2),
+      pre_mix_BQc=jnp.broadcast_to(
+        jnp.arange(cfg.streams) == 0, (*layout.tokens.shape, cfg.streams)
+      ).astype(jnp.float32),
+      shared_kv_BNd=None,
+      index_keys_BNi=None,
+      selection_BQK=None,
+      pool_BQW=None,
+    )
+    aux = {}
+    for group in cfg.scan_plan():
+      carry, layers = self._run(group, carry, around)
+      aux |= layers
+
+    x_BTD = tap("final_hidden", collapse(carry.streams_BQcD, carry.pre_mix_BQc))
+    hidden_BTD = rms_norm(x_BTD, gain_D, eps=cfg.norm_eps).astype(jnp.float32)
+    return ModelOutput(hidden_BTD, head_VD, aux)
+
+  def _run(self, group: LayerGroup, carry: LayerCarry, around: Surroundings):
+    if group.repeat == 1:
+      aux = {}
+      for spec in group.layers:
+        name = f"layer_{spec.layer}"
+        tap = lambda key, value, spec=spec: self.tap(f"layers.{spec.layer}.{key}", value)
+        tap = no_tap if self.tap is no_tap else tap
+        block = make_block(self.cfg, spec, name, self.train_indexer, tap)
+        carry, aux[name] = block(carry, around)
+      return carry, aux
+    scanned = nn.scan(
+      Group,
+      variable_axes={"params": 0, "balance": 0},
+      split_rngs={"params": True},
+      in_axes=nn.broadcast,
+      length=group.repeat,
+      metadata_params={nn.PARTITION_NAME: "layers"},
+    )(self.cfg, group.layers, self.train_indexer, name=group.name)
+    outside = carry._replace(streams_BQcD=None, pre_mix_BQc=None, selection_BQK=None)
+    flow, aux = scanned((carry.streams_BQcD, carry.pre_mix_BQc), (outside, around))
+    return carry._replace(streams_BQcD=flow[0], pre_mix_BQc=flow[1]), {group.name: aux}
+
+
+def surroundings(layout: Layout) -> Surroundings:
+  """The layout as the layers look at it."""
+  start_BT = jnp.maximum(layout.decoder_slots, 0)
+  at_start = lambda x_BS: jax.vmap(lambda row, slot: row[slot])(x_BS, start_BT)
+  is_vision_BS = layout.modality != TEXT
+  counts_BS = (layout.document >= 0) & ~layout.is_copy
+  used_BT = layout.decoder_slots >= 0
+  encoder = Slots(
+    positions_BQ=layout.positions,
+    is_vision_BQ=is_vision_BS,
+    counts_BQ=counts_BS,
+    segment_start_BQ=layout.segment_start,
+    entry_begin_BQ=layout.entry_begin,
+    entry_end_BQ=layout.entry_end,
+    engram_rows_BQLR=layout.engram_rows,
+  )
+  decoder = Slots(
+    positions_BQ=at_start(layout.positions),
+    is_vision_BQ=at_start(is_vision_BS),
+    counts_BQ=at_start(counts_BS) & used_BT,
+    segment_start_BQ=layout.decoder_segment_start,
+    entry_begin_BQ=layout.decoder_entry_begin,
+    entry_end_BQ=layout.decoder_entry_end,
+    engram_rows_BQLR=jnp.where(used_BT[..., None, None], at_start(layout.engram_rows), -1),
+  )
+  entries = {
+    ratio: Entries(
+      slots_BNm=slots_BNm,
+      positions_BN=jnp.take_along_axis(
+        layout.positions, jnp.maximum(slots_BNm[..., 0], 0), axis=1
+      ),
+      exists_BN=slots_BNm[..., -1] >= 0,
+    )
+    for ratio, slots_BNm in layout.entry_slots.items()
+  }
+  return Surroundings(encoder, decoder, start_BT, entries)
+
+
+def logits(output: ModelOutput) -> jax.Array:
+  """[B, T, V] float32: hidden times output embedding, all of them at once. For short rows."""
+  return jnp.einsum(
+    "btd,vd->btv", output.hidden_BTD, output.head_VD, precision=jax.lax.Precision.HIGHEST
+  )

@@ -1,0 +1,105 @@
+"""Attention of one layer: a window of its own, and compressed entries that layers may share.
+
+Legend: B rows, S encoder slots, Q slots of the queries, N entry cells, H heads, d head width,
+D width, r query rank, G output groups, g head channels of a group, o output rank.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from deepseek_jax.config import LayerSpec, ModelConfig
+from deepseek_jax.nn import parameters
+from deepseek_jax.nn.compressor import Compressor
+from deepseek_jax.nn.indexer import Indexer
+from deepseek_jax.nn.linear import dot, fp8_input
+from deepseek_jax.ops.quantize import fake_fp8, fake_main
+from deepseek_jax.ops.rms_norm import rms_norm
+from deepseek_jax.ops.rope import frequencies, rotate
+from deepseek_jax.ops.sparse_attention import sparse_attention
+from deepseek_jax.types import Entries, LayerCarry, Slots, Tap, no_tap
+
+
+class Attention(nn.Module):
+  """Low-rank queries, one shared key-value head, grouped low-rank output (model.md section 2.4)."""
+
+  cfg: ModelConfig
+  spec: LayerSpec
+  train_indexer: bool = False
+  tap: Tap = no_tap
+
+  def setup(self):
+    cfg, spec, a = self.cfg, self.spec, self.cfg.attention
+    matrix = parameters.normal(cfg.init_std)
+    declare = lambda name, shape, axes: parameters.declare(self, name, matrix, shape, axes)
+    gain = lambda name, size: parameters.declare(self, name, parameters.ones, (size,), (None,))
+    group = a.heads // a.o_groups * a.head_dim
+    self.wq_a = declare("wq_a", (cfg.dim, a.q_rank), ("embed", None))
+    self.q_norm = gain("q_norm", a.q_rank)
+    self.wq_b = declare("wq_b", (a.q_rank, a.heads, a.head_dim), ("embed", "heads", None))
+    self.wkv = declare("wkv", (cfg.dim, a.head_dim), ("embed", None))
+    self.kv_norm = gain("kv_norm", a.head_dim)
+    self.wo_a = declare("wo_a", (a.o_groups, group, a.o_rank), ("heads", "embed", None))
+    self.wo_b = declare("wo_b", (a.o_groups * a.o_rank, cfg.dim), ("heads", "embed"))
+    self.sink = parameters.declare(self, "sink", parameters.zeros, (a.heads,), ("heads",))
+    if spec.kind == "full":
+      self.compressor = Compressor(cfg, spec.ratio)
+    if spec.kind in ("full", "reindex"):
+      self.indexer = Indexer(cfg, spec, self.tap)
+    self.frequency = frequencies(cfg.rope, a.rope_dim, compressed=spec.ratio > 0)
+
+  def compress(self, x_BSD: jax.Array, entries: Entries, carry: LayerCarry) -> LayerCarry:
+    """A KV source's entries and indexer keys, from the encoder slots' input."""
+    latent_BNd = self.tap("attn.latent", self.compressor(x_BSD, entries))
+    kv_BNd = rotate(latent_BNd, entries.positions_BN, self.frequency)
+    kv_BNd = fake_main(kv_BNd) if self.cfg.numerics.main_fp4 else kv_BNd
+    kv_BNd = self.tap("attn.compressed_kv", kv_BNd)
+    return carry._replace(
+      shared_kv_BNd=kv_BNd, index_keys_BNi=self.indexer.keys(latent_BNd, entries)
+    )
+
+  def __call__(
+    self, x_BQD: jax.Array, slots: Slots, entries: Entries | None, carry: LayerCarry
+  ) -> tuple[jax.Array, LayerCarry, jax.Array]:
+    """Returns the output [B, Q, D], the carry with a new choice, and the indexer's KL sum."""
+    cfg, spec, a = self.cfg, self.spec, self.cfg.attention
+    input_BQD = fp8_input(x_BQD, cfg.numerics)
+    qr_BQr = rms_norm(dot("bqd,dr->bqr", input_BQD, self.wq_a), self.q_norm, eps=cfg.norm_eps)
+    qr_BQr = self.tap("attn.qr", qr_BQr)
+    q_BQHd = dot("bqr,rhd->bqhd", fp8_input(qr_BQr, cfg.numerics), self.wq_b)
+    q_BQHd = self.tap("attn.q", rotate(q_BQHd, slots.positions_BQ, self.frequency))
+    kv_BQd = rms_norm(dot("bqd,de->bqe", input_BQD, self.wkv), self.kv_norm, eps=cfg.norm_eps)
+    kv_BQd = rotate(kv_BQd, slots.positions_BQ, self.frequency)
+    kv_BQd = fake_fp8(kv_BQd) if cfg.numerics.window_fp8 else kv_BQd
+    kv_BQd = self.tap("attn.window_kv", kv_BQd)
+
+    chooses = spec.kind in ("full", "reindex")
+    teaches = chooses and self.train_indexer
+    if chooses:
+      index_q, index_weights = self.indexer.queries(x_BQD, qr_BQr, slots)
+      carry = self.indexer.select(index_q, index_weights, slots, entries, carry)
+    attended = sparse_attention(
+      q_BQHd,
+      kv_BQd,
+      carry.shared_kv_BNd if spec.ratio else None,
+      carry.selection_BQK if spec.ratio else None,
+      slots.segment_start_BQ,
+      self.sink,
+      window=a.window,
+      with_teacher=teaches,
+    )
+    kl = jnp.zeros((), jnp.float32)
+    if teaches:
+      kl = self.indexer.divergence(
+        index_q, index_weights, carry.selection_BQK, attended.teacher_BQK, slots, carry
+      )
+    return self._output(attended.out_BQHd, slots), carry, kl
+
+  def _output(self, o_BQHd: jax.Array, slots: Slots) -> jax.Array:
+    cfg = self.cfg
+    o_BQHd = rotate(o_BQHd, slots.positions_BQ, self.frequency, inverse=True)
+    o_BQHd = self.tap("attn.o", o_BQHd)
+    grouped_BQGg = o_BQHd.reshape(*o_BQHd.shape[:2], cfg.attention.o_groups, -1)
+    latent_BQGo = dot("bqgd,gdo->bqgo", grouped_BQGg, self.wo_a)
+    latent = latent_BQGo.reshape(*latent_BQGo.shape[:2], -1)
+    return self.tap("attn.out", dot("bqo,od->bqd", fp8_input(latent, cfg.numerics), self.wo_b))

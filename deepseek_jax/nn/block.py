@@ -1,0 +1,106 @@
+"""One layer, and a group of layers as the unit of the scan.
+
+Legend: B rows, S encoder slots, T decoder slots, Q either, c streams, D width.
+"""
+
+from typing import NamedTuple
+
+import jax
+from flax import linen as nn
+
+from deepseek_jax.config import LayerSpec, ModelConfig
+from deepseek_jax.nn import parameters
+from deepseek_jax.nn.attention import Attention
+from deepseek_jax.nn.engram import Engram
+from deepseek_jax.nn.hyper_connection import HyperConnection
+from deepseek_jax.nn.moe import Moe
+from deepseek_jax.ops.hyper_connection import collapse, expand
+from deepseek_jax.ops.rms_norm import rms_norm
+from deepseek_jax.types import Entries, LayerAux, LayerCarry, Slots, Tap, no_tap
+
+
+class Surroundings(NamedTuple):
+  """What every layer may look at and none changes."""
+
+  encoder: Slots
+  decoder: Slots
+  decoder_slots_BT: jax.Array  # int32 encoder slot of each decoder slot, clamped into range
+  entries: dict[int, Entries]  # by ratio
+
+
+class Block(nn.Module):
+  """Engram if it has one, then an attention site and an MoE site (model.md section 2.2).
+
+  Each site collapses the streams with the weights that the site before it predicted.
+  """
+
+  cfg: ModelConfig
+  spec: LayerSpec
+  train_indexer: bool = False
+  tap: Tap = no_tap
+
+  @nn.compact
+  def __call__(self, carry: LayerCarry, around: Surroundings) -> tuple[LayerCarry, LayerAux]:
+    cfg, spec, tap = self.cfg, self.spec, self.tap
+    in_decoder = cfg.decoder_start is not None and spec.layer >= cfg.decoder_start
+    slots = around.decoder if in_decoder else around.encoder
+    entries = around.entries.get(spec.ratio)
+    site = lambda name, number: HyperConnection(cfg, 2 * spec.layer + number, name=name)
+    gain = lambda name: parameters.declare(self, name, parameters.ones, (cfg.dim,), ("embed",))
+    norm = lambda x, gain_D: rms_norm(x, gain_D, eps=cfg.norm_eps)
+
+    streams, pre = carry.streams_BQcD, carry.pre_mix_BQc
+    if spec.engram is not None:
+      before = around.encoder if spec.starts_decoder else slots
+      streams = Engram(cfg, spec.engram, tap, name="engram")(streams, before)
+    attention = Attention(cfg, spec, self.train_indexer, tap, name="attn")
+    x_BQD = tap("attn_in", norm(collapse(streams, pre), gain("attn_norm")))
+    if spec.kind == "full":  # entries come from every encoder slot, also at the decoder's start
+      carry = attention.compress(x_BQD, entries, carry)
+    if spec.starts_decoder:
+      start = lambda x: jax.vmap(lambda row, slot: row[slot])(x, around.decoder_slots_BT)
+      streams, pre, x_BQD = start(streams), start(pre), start(x_BQD)
+
+    at_attention = _observed(tap, "hc_attn", site("hc_attn", 0)(streams))
+    y_BQD, carry, kl = attention(x_BQD, slots, entries, carry)
+    streams = expand(y_BQD, streams, at_attention.post_Xc, at_attention.comb_Xcc)
+
+    at_ffn = _observed(tap, "hc_ffn", site("hc_ffn", 1)(streams))
+    x_BQD = tap("ffn_in", norm(collapse(streams, at_attention.pre_Xc), gain("ffn_norm")))
+    z_BQD, load_text, load_vision, balance = Moe(cfg, tap, name="moe")(x_BQD, slots)
+    streams = tap("streams", expand(z_BQD, streams, at_ffn.post_Xc, at_ffn.comb_Xcc))
+    carry = carry._replace(streams_BQcD=streams, pre_mix_BQc=at_ffn.pre_Xc)
+    return carry, LayerAux(load_text, load_vision, balance, kl)
+
+
+def _observed(tap: Tap, name: str, site):
+  return type(site)(
+    pre_Xc=tap(f"{name}.pre", site.pre_Xc),
+    post_Xc=tap(f"{name}.post", site.post_Xc),
+    comb_Xcc=tap(f"{name}.comb", site.comb_Xcc),
+  )
+
+
+def make_block(cfg: ModelConfig, spec: LayerSpec, name: str, train_indexer: bool, tap: Tap):
+  """A Block whose backward pass computes again what cfg.remat says."""
+  kind = nn.remat(Block, prevent_cse=not cfg.scan_layers) if cfg.remat == "block" else Block
+  return kind(cfg, spec, train_indexer, tap, name=name)
+
+
+class Group(nn.Module):
+  """Layers that repeat together; streams flow through, entries from outside stay constant."""
+
+  cfg: ModelConfig
+  layers: tuple[LayerSpec, ...]
+  train_indexer: bool = False
+
+  @nn.compact
+  def __call__(self, flow, constant: tuple[LayerCarry, Surroundings]):
+    outside, around = constant
+    carry = outside._replace(streams_BQcD=flow[0], pre_mix_BQc=flow[1])
+    aux = {}
+    for number, spec in enumerate(self.layers):
+      name = f"layer_{number}"
+      block = make_block(self.cfg, spec, name, self.train_indexer, no_tap)
+      carry, aux[name] = block(carry, around)
+    return (carry.streams_BQcD, carry.pre_mix_BQc), aux

@@ -1,0 +1,37 @@
+"""The parameters of one hyper-connection site.
+
+Legend: B rows, Q slots, c streams, D width, M = 2c + c*c coefficients.
+"""
+
+import jax
+from flax import linen as nn
+
+from deepseek_jax.config import ModelConfig
+from deepseek_jax.nn import parameters
+from deepseek_jax.ops.hyper_connection import Mixing, mixing
+
+
+class HyperConnection(nn.Module):
+  """Predicts how a site reads and writes the streams. `site` is 2 layer (attention) or + 1 (FFN)."""
+
+  cfg: ModelConfig
+  site: int
+
+  @nn.compact
+  def __call__(self, streams_BQcD: jax.Array) -> Mixing:
+    cfg = self.cfg
+    c, count = cfg.streams, 2 * cfg.streams + cfg.streams**2
+    fn_McD = parameters.declare(
+      self, "fn", parameters.normal(cfg.init_std), (count, c, cfg.dim), (None, None, "embed")
+    )
+    base_M = parameters.declare(self, "base", parameters.hc_base(self.site, c), (count,), (None,))
+    scale_3 = parameters.declare(self, "scale", parameters.hc_scale, (3,), (None,))
+    return mixing(
+      streams_BQcD,
+      fn_McD,
+      base_M,
+      scale_3,
+      norm_eps=cfg.norm_eps,
+      hc_eps=cfg.hc_eps,
+      iterations=cfg.sinkhorn_iterations,
+    )

@@ -1,0 +1,52 @@
+"""How every parameter starts: the one table, and the one way to declare a parameter.
+
+| role | start | source |
+|---|---|---|
+| matrix, embedding, table, predictor | normal, cfg.init_std (0.02) | ours; model.md 6.2 names it a port's default |
+| gain (norms, Engram q/k) | 1 | model.md 6.2 |
+| sink, bias | 0 | model.md 6.2 |
+| hc_scale | 0.01 | mHC paper, arXiv 2512.24880 |
+| hc_base | pre +4 on stream (site mod c), -4 elsewhere; post 0; comb 4 I | ours, so that streams differ |
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+_HC_BASE = 4.0
+
+
+def zeros(key, shape, dtype=jnp.float32):
+  del key
+  return jnp.zeros(shape, dtype)
+
+
+def ones(key, shape, dtype=jnp.float32):
+  del key
+  return jnp.ones(shape, dtype)
+
+
+def hc_scale(key, shape, dtype=jnp.float32):
+  del key
+  return jnp.full(shape, 0.01, dtype)
+
+
+def hc_base(site: int, streams: int):
+  """Initializer of a site's static coefficients: `site` counts attention and FFN sites."""
+
+  def initialize(key, shape, dtype=jnp.float32):
+    del key, shape
+    pre = jnp.where(jnp.arange(streams) == site % streams, _HC_BASE, -_HC_BASE)
+    comb = _HC_BASE * jnp.eye(streams)
+    return jnp.concatenate([pre, jnp.zeros(streams), comb.reshape(-1)]).astype(dtype)
+
+  return initialize
+
+
+def normal(std: float):
+  return nn.initializers.normal(std)
+
+
+def declare(module: nn.Module, name: str, init, shape, axes: tuple[str | None, ...]) -> jax.Array:
+  """A float32 parameter with its logical axes (deepseek_jax/sharding.py maps them to the mesh)."""
+  return module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)

@@ -1,0 +1,1 @@
+"""What a stage trains for: (output, layout) -> (scalar, metrics)."""

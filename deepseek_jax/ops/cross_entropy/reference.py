@@ -1,0 +1,23 @@
+"""Negative log-likelihood of target tokens, readable form. Legend: X tokens, D width, V vocabulary."""
+
+import jax
+import jax.numpy as jnp
+
+
+def token_nll(
+  hidden_XD: jax.Array,
+  head_VD: jax.Array,
+  targets_X: jax.Array,
+  *,
+  chunk_tokens: int,
+  compute_dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+  del chunk_tokens  # all logits at once
+  logits_XV = jnp.einsum(
+    "XD,VD->XV",
+    hidden_XD.astype(compute_dtype),
+    head_VD.astype(compute_dtype),
+    preferred_element_type=jnp.float32,
+  )
+  chosen_X = jnp.take_along_axis(logits_XV, targets_X[:, None], axis=-1)[:, 0]
+  return jax.nn.logsumexp(logits_XV, axis=-1) - chosen_X

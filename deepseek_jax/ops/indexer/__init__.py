@@ -1,0 +1,106 @@
+"""The indexer: which compressed entries a query attends to, and how it learns to choose.
+
+Legend: B rows, Q queries, I indexer heads, i indexer width, N entry cells, K chosen entries,
+W pool blocks.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+from deepseek_jax.ops import dispatch
+from deepseek_jax.ops.indexer import reference
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """How entries are chosen: top_k of all visible ones, or of those inside the given pool."""
+
+  top_k: int
+  publish_blocks: int = 0  # > 0: also choose this many blocks as the candidate pool
+  block_size: int = 1  # entries in a pool block
+  scores_bf16: bool = False  # round scores where the released code does
+
+
+class Visible(NamedTuple):
+  """Which entries exist and which of them a query may see."""
+
+  exists_BN: jax.Array  # bool
+  begin_BQ: jax.Array  # int32, first visible entry id: the document's first
+  end_BQ: jax.Array  # int32, one past the last
+
+
+class Selected(NamedTuple):
+  selection_BQK: jax.Array  # int32, ascending, -1 at the end
+  pool_BQW: jax.Array | None  # int32 blocks counted from the document's first entry, like selection
+  scores_BQN: jax.Array | None  # float32, minus infinity where nothing is visible
+
+
+_SELECT = {"reference": reference.select}
+_DIVERGENCE = {"reference": reference.divergence}
+
+
+def select(
+  q_BQIi: jax.Array,
+  keys_BNi: jax.Array,
+  head_weights_BQI: jax.Array,
+  visible: Visible,
+  choice: Choice,
+  *,
+  pool_BQW: jax.Array | None = None,
+  with_scores: bool = False,
+  implementation: str | None = None,
+) -> Selected:
+  """Scores every visible entry and takes the best, the lowest id first among equals.
+
+  score[n] = sum_h w_h relu(q_h . k_n). With pool_BQW only entries of those blocks are taken. The
+  pool that choice.publish_blocks asks for holds the blocks with the best single entry, the newest
+  block always among them. Nothing here has a gradient. Source: model.md sections 2.6.3-2.6.6.
+
+  Args:
+    q_BQIi, keys_BNi: rotated, and fake-quantized where the stage says so.
+    head_weights_BQI: signed, scaled.
+    pool_BQW: int32 block ids, -1 for none.
+    with_scores: also return the scores before the pool's restriction, all [B,Q,N] of them.
+  """
+  return Selected(
+    *dispatch.call(
+      _SELECT,
+      implementation,
+      *jax.lax.stop_gradient((q_BQIi, keys_BNi, head_weights_BQI)),
+      visible,
+      choice,
+      pool_BQW=pool_BQW,
+      with_scores=with_scores,
+    )
+  )
+
+
+def divergence(
+  q_BQIi: jax.Array,
+  keys_BNi: jax.Array,
+  head_weights_BQI: jax.Array,
+  selection_BQK: jax.Array,
+  teacher_BQK: jax.Array,
+  counts_BQ: jax.Array,
+  *,
+  implementation: str | None = None,
+) -> jax.Array:
+  """Sum over counting queries of KL(teacher || softmax of scores), both on the chosen entries.
+
+  The teacher is normalized here; a query without a chosen entry adds 0. Float32; gradients reach
+  queries, keys and head weights. Source: model.md section 6.5.
+
+  Returns: float32 scalar, in nats.
+  """
+  return dispatch.call(
+    _DIVERGENCE,
+    implementation,
+    q_BQIi,
+    keys_BNi,
+    head_weights_BQI,
+    selection_BQK,
+    jax.lax.stop_gradient(teacher_BQK),
+    counts_BQ,
+  )

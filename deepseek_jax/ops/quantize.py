@@ -1,0 +1,70 @@
+"""Block quantizers of activations and KV entries, and their straight-through fake versions.
+
+A quantizer takes [..., d] and returns float32 values of the small format [..., d] with their
+scales [..., d / block]; value * scale is what a reader of the cache sees.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from deepseek_jax.ops import number_formats as formats
+
+# Floors of the absolute maximum and the reciprocals, multiplied in float32 as the release does
+# (model.md sections 3.2 and 3.3).
+_FP8_FLOOR = 1e-4
+_INDEXER_FLOOR = 6 * 2.0**-126
+_MAIN_FLOOR = 6 * 2.0**-9
+
+FP8_BLOCK, INDEXER_BLOCK, MAIN_BLOCK = 32, 32, 16
+
+
+def _split(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+  x = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, block)
+  return x, jnp.max(jnp.abs(x), axis=-1)
+
+
+def quantize_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """E4M3 with a power-of-two scale per 32 channels: window entries and activations."""
+  blocks, largest = _split(x, FP8_BLOCK)
+  largest = jnp.maximum(largest, _FP8_FLOOR)
+  scale = formats.ceil_power_of_two(largest * jnp.float32(1 / formats.E4M3_MAX))
+  return formats.round_e4m3(blocks / scale[..., None]).reshape(x.shape), scale
+
+
+def quantize_indexer(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """E2M1 with a power-of-two scale per 32 channels: indexer queries and keys."""
+  blocks, largest = _split(x, INDEXER_BLOCK)
+  largest = jnp.maximum(largest, _INDEXER_FLOOR)
+  scale = formats.ceil_power_of_two(largest * jnp.float32(1 / formats.E2M1_MAX))
+  return formats.round_e2m1(blocks / scale[..., None]).reshape(x.shape), scale
+
+
+def quantize_main(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """E2M1 with an E4M3 scale per 16 channels and no second-level scale: compressed entries."""
+  blocks, largest = _split(x, MAIN_BLOCK)
+  scale = formats.round_e4m3(jnp.maximum(largest, _MAIN_FLOOR) / formats.E2M1_MAX)
+  return formats.round_e2m1(blocks / scale[..., None]).reshape(x.shape), scale
+
+
+def dequantize(values: jax.Array, scale: jax.Array) -> jax.Array:
+  """[..., d] values times their block's scale, float32."""
+  block = values.shape[-1] // scale.shape[-1]
+  return values * jnp.repeat(scale, block, axis=-1)
+
+
+def _straight_through(quantizer: Callable, name: str) -> Callable:
+  @jax.custom_vjp
+  def fake(x: jax.Array) -> jax.Array:
+    return dequantize(*quantizer(x)).astype(x.dtype)
+
+  fake.defvjp(lambda x: (fake(x), None), lambda _, dy: (dy,))
+  fake.__name__ = fake.__qualname__ = name
+  fake.__doc__ = f"{quantizer.__doc__} Exact value forward, identity backward; x.dtype in and out."
+  return fake
+
+
+fake_fp8 = _straight_through(quantize_fp8, "fake_fp8")
+fake_indexer = _straight_through(quantize_indexer, "fake_indexer")
+fake_main = _straight_through(quantize_main, "fake_main")

@@ -1,0 +1,66 @@
+"""Attention over a sliding window and chosen compressed entries, in one softmax with a sink.
+
+Legend: B rows, Q queries, H heads, d head width, N entry cells, K chosen entries.
+"""
+
+from typing import NamedTuple
+
+import jax
+
+from deepseek_jax.ops import dispatch
+from deepseek_jax.ops.sparse_attention import reference
+
+
+class Attended(NamedTuple):
+  out_BQHd: jax.Array  # in q's dtype
+  lse_BQH: jax.Array  # float32 log of the softmax denominator, sink included
+  teacher_BQK: jax.Array | None  # float32, detached: probability of each choice, summed over heads
+
+
+_IMPLEMENTATIONS = {"reference": reference.sparse_attention}
+
+
+def sparse_attention(
+  q_BQHd: jax.Array,
+  window_kv_BQd: jax.Array,
+  entry_kv_BNd: jax.Array | None,
+  selection_BQK: jax.Array | None,
+  segment_start_BQ: jax.Array,
+  sink_H: jax.Array,
+  *,
+  window: int,
+  with_teacher: bool = False,
+  implementation: str | None = None,
+) -> Attended:
+  """Each query attends to its window and to its chosen entries; keys are their own values.
+
+  s_n = q . k_n / sqrt(d);  p_n = exp(s_n) / (sum exp(s) + exp(sink));  out = sum p_n k_n.
+  Window keys are slots max(segment_start, slot - window + 1) ... slot. A query that sees nothing
+  gets 0. Scores and sums are float32; probabilities are rounded to q's dtype before they weigh
+  values. Source: model.md section 2.4.
+
+  Args:
+    q_BQHd: rotated queries.
+    window_kv_BQd: one key per query slot.
+    entry_kv_BNd: compressed entries; None for window only, and then selection_BQK too.
+    selection_BQK: int32 entry ids, ascending, -1 at the end.
+    segment_start_BQ: int32 first slot that a query may reach.
+    sink_H: float32 logit of the sink.
+    window: slots, the query's own included.
+    with_teacher: also return the head-summed probability of every chosen entry.
+    implementation: a name, or None for the best one on this device.
+  """
+  return Attended(
+    *dispatch.call(
+      _IMPLEMENTATIONS,
+      implementation,
+      q_BQHd,
+      window_kv_BQd,
+      entry_kv_BNd,
+      selection_BQK,
+      segment_start_BQ,
+      sink_H,
+      window=window,
+      with_teacher=with_teacher,
+    )
+  )

@@ -1,0 +1,1 @@
+"""How parameters change: learning rate, optimizer, which parameter gets what, router bias."""

@@ -1,0 +1,57 @@
+"""Balancing without a loss: router biases move against the load, once per step.
+
+Legend: E experts; leading axes of repeated layer groups are left out.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from deepseek_jax.types import LayerAux
+
+
+def update(balance: dict, layers: dict, speed: float) -> dict:
+  """New biases from the loads of a whole step, text and image-span slots apart.
+
+  b <- b + speed sign(mean(load) - load);  b <- b - mean(b)
+
+  Without the second part the mean drifts, since signs need not add up to 0. Kinds of slots that the
+  step has none of keep their bias. Source: model.md section 6.4; centring is ours.
+
+  Args:
+    balance: {"bias", "bias_vl"} of each layer under "moe", float32 [E].
+    layers: LayerAux per layer, summed over the step; nested like balance.
+    speed: absolute change per step.
+  """
+
+  def layer(aux: LayerAux, biases: dict) -> dict:
+    moe = biases["moe"]
+    return {
+      "moe": {
+        "bias": _move(moe["bias"], aux.load_text_E, speed),
+        "bias_vl": _move(moe["bias_vl"], aux.load_vision_E, speed),
+      }
+    }
+
+  return jax.tree.map(layer, layers, balance, is_leaf=_is_aux)
+
+
+def imbalance(layers: dict) -> jax.Array:
+  """The worst layer's largest load over its mean load of text slots, 1 when balanced: float32 []."""
+
+  def worst(aux: LayerAux) -> jax.Array:
+    mean = jnp.mean(aux.load_text_E, axis=-1)
+    return jnp.max(jnp.max(aux.load_text_E, axis=-1) / jnp.where(mean > 0, mean, 1.0))
+
+  return jnp.max(jnp.stack([worst(aux) for aux in jax.tree.leaves(layers, is_leaf=_is_aux)]))
+
+
+def _move(bias_E: jax.Array, load_E: jax.Array, speed: float) -> jax.Array:
+  moved_E = bias_E + speed * jnp.sign(jnp.mean(load_E, axis=-1, keepdims=True) - load_E)
+  centred_E = moved_E - jnp.mean(moved_E, axis=-1, keepdims=True)
+  return jnp.where(jnp.any(load_E > 0, axis=-1, keepdims=True), centred_E, bias_E)
+
+
+def _is_aux(value: Any) -> bool:
+  return isinstance(value, LayerAux)

@@ -1,0 +1,38 @@
+"""Hyper-parameters of training that the library reads: objective, optimizer, mesh. Frozen."""
+
+import dataclasses
+from typing import Literal
+
+from deepseek_jax.config import Config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig(Config):
+  balance_weight: float = 1e-4  # sequence balance loss (report 4.2)
+  indexer: Literal["off", "sparse"] = "sparse"  # KL of the indexer on its own selection, or none
+  indexer_weight: float = 1.0  # undisclosed by the report; ours
+  vocab_chunk_tokens: int = 1024  # tokens whose logits exist at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig(Config):
+  peak_lr: float = 2.6e-4
+  warmup_steps: int = 2000
+  final_lr: float = 2.6e-5  # at total_steps, by a cosine from the end of warm-up
+  beta1: float = 0.9
+  beta2: float = 0.95
+  eps: float = 1e-20
+  weight_decay: float = 0.1
+  clip_norm: float = 1.0  # of the global gradient; ours, the report states none
+  bias_speed: float = 0.001  # router bias, per step (report 4.2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig(Config):
+  """Devices along each mesh axis; the product is the number of devices."""
+
+  replica: int = 1  # whole copies, across slices of a pod
+  fsdp: int = 1  # batch and weights
+  expert: int = 1
+  context: int = 1
+  tensor: int = 1
