@@ -14,8 +14,8 @@ from deepseek_jax.config import LayerSpec, ModelConfig
 
 Mode = Literal["train", "prefill", "decode"]
 
-# Dense bfloat16 FLOP/s by jax.Device.device_kind. Source: design.md section 5. JAX shows an Ironwood
-# chip (2307 TFLOP/s) as two devices.
+# Dense bfloat16 FLOP/s by jax.Device.device_kind. Source: design.md section 5. JAX shows an
+# Ironwood chip (2307 TFLOP/s) as two devices.
 _PEAKS = {
   "NVIDIA H200": 989e12,
   "TPU v5": 459e12,  # v5p; "TPU v5 lite" is another chip

@@ -37,7 +37,7 @@ RULES: dict[str, tuple[str, ...]] = {
 Names = Sequence[str | None]
 
 
-def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(cfg: MeshConfig, devices: Sequence | None = None) -> Mesh:
   """The device mesh, every axis of type Auto.
 
   Args:
@@ -51,15 +51,14 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> M
   if math.prod(shape) != len(devices):
     axes = " * ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape, strict=True))
     raise ValueError(
-      f"The mesh ({axes}) has {math.prod(shape)} devices, but {len(devices)} are present."
+      f"The axes of mesh ({axes}) multiply to {math.prod(shape)}, but the number of devices is "
+      f"{len(devices)}."
     )
   types = (AxisType.Auto,) * len(shape)  # Linen's boxed initialization fails under Explicit axes
   return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices)
 
 
-def partition_spec(
-  names: Names, shape: Sequence[int], mesh: Mesh | AbstractMesh
-) -> PartitionSpec:
+def partition_spec(names: Names, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
   """How an array of this shape lies on the mesh.
 
   Raises: ValueError for a name that is not in RULES or a name count other than the rank.

@@ -101,18 +101,20 @@ def _accumulate(
 
   Nothing is divided here: every piece is already a share of the whole batch.
   """
-  piece = lambda layout: value_and_grad(state.params, state.balance, layout, denominators)
   if k == 1:
-    return piece(batch)
+    return value_and_grad(state.params, state.balance, batch, denominators)
+  value_and_grad = jax.jit(value_and_grad)  # so that it is traced once, not for its shapes as well
+  piece = lambda layout: value_and_grad(state.params, state.balance, layout, denominators)
   pieces = jax.tree.map(lambda x_B: _split_rows(x_B, k), batch)
-  shapes = jax.eval_shape(piece, jax.tree.map(lambda x: x[0], pieces))
+  shapes = jax.eval_shape(piece, jax.tree.map(lambda x_kB: x_kB[0], pieces))
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
   add = lambda total, layout: (jax.tree.map(jnp.add, total, piece(layout)), None)
   return jax.lax.scan(add, zeros, pieces)[0]
 
 
 def _split_rows(x_B: jax.Array, k: int) -> jax.Array:
-  """[B, ...] -> [k, B/k, ...]. Piece i holds the rows i, i + k, ..., so every device has its part."""
-  if len(x_B) % k:
-    raise ValueError(f"micro_batches is {k}, which does not divide the {len(x_B)} rows of a batch.")
-  return jnp.moveaxis(x_B.reshape(-1, k, *x_B.shape[1:]), 1, 0)
+  """[B, ...] -> [k, B/k, ...]. Piece i holds rows i, i + k, ..., so every device has its part."""
+  rows = len(x_B)
+  if rows % k:
+    raise ValueError(f"micro_batches is {k}, which does not divide the {rows} rows of a batch.")
+  return jnp.moveaxis(x_B.reshape(rows // k, k, *x_B.shape[1:]), 1, 0)

@@ -188,7 +188,8 @@ class Checkpoints:
     return self._directory / f"{step}{suffix}"
 
   def _step_folders(self) -> list[int]:
-    return sorted(int(p.name) for p in self._directory.iterdir() if p.name.isdecimal())
+    # Other processes may be here before process 0 has made the folder: glob takes it for empty.
+    return sorted(int(p.name) for p in self._directory.glob("*") if p.name.isdecimal())
 
   def _prepare_folder(self) -> None:
     """Creates the folder and removes what a killed run left half written or half deleted."""

@@ -1,5 +1,7 @@
 """AdamW with the decay and the learning rates of each parameter group."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -27,6 +29,6 @@ def make_optimizer(cfg: OptimConfig, total_steps: int) -> optax.GradientTransfor
   )
 
 
-def update_count(opt_state: optax.OptState) -> jax.Array:
+def update_count(opt_state: Any) -> jax.Array:
   """int32 number of updates applied so far, the argument of the learning rate."""
   return opt_state[-1].count

@@ -38,7 +38,7 @@ def update(balance: dict, layers: dict, speed: float) -> dict:
 
 
 def imbalance(layers: dict) -> jax.Array:
-  """The worst layer's largest load over its mean load of text slots, 1 when balanced: float32 []."""
+  """Largest load of text slots over the mean, in the worst layer: float32 [], 1 when balanced."""
 
   def worst(aux: LayerAux) -> jax.Array:
     mean = jnp.mean(aux.load_text_E, axis=-1)

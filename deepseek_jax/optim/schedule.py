@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from deepseek_jax.training_config import OptimConfig
@@ -29,4 +30,4 @@ def learning_rate(cfg: OptimConfig, total_steps: int) -> Schedule:
   rate = optax.warmup_cosine_decay_schedule(
     0.0, cfg.peak_lr, cfg.warmup_steps, total_steps, cfg.final_lr
   )
-  return lambda update: rate(update + 1)
+  return lambda update: jnp.asarray(rate(update + 1))

@@ -1,4 +1,7 @@
-"""Negative log-likelihood of target tokens, readable form. Legend: X tokens, D width, V vocabulary."""
+"""Negative log-likelihood of target tokens, readable form.
+
+Legend: X tokens, D width, V vocabulary.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,172 @@
+"""A stored reference case: its files, our forward on it, and the comparison trace by trace.
+
+A case is a folder with config.json, weights.safetensors and outputs*.safetensors in released names
+(a README beside the cases lists the traces). Legend: B rows, S tokens, N entries, V vocabulary.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from deepseek_jax.checkpoint.released import load_released, released_config
+from deepseek_jax.checkpoint.safetensors_file import read_safetensors
+from deepseek_jax.config import ModelConfig, NumericsConfig
+from deepseek_jax.layout import PADDING, TEXT, Document, Layout, build_layout, stack_layouts
+from deepseek_jax.model import Model, logits
+from deepseek_jax.ngram import NgramHash
+
+_OFF = {"window_fp8": False, "main_fp4": False, "indexer_fp4": False}
+_ON = {"window_fp8": True, "main_fp4": True, "indexer_fp4": True}
+NUMERICS = {
+  "fp32": NumericsConfig(compute_dtype="float32", **_OFF),
+  "fp32_qat": NumericsConfig(compute_dtype="float32", **_ON),
+  "fp32_actqat": NumericsConfig(compute_dtype="float32", activations_fp8=True, **_ON),
+  "bf16": NumericsConfig(compute_dtype="bfloat16", scores_bf16=True, **_ON),
+}
+# Parts of a released checkpoint that the backbone does not hold.
+NOT_BACKBONE = ("vision.", "aligner.", "image_start", "image_end", "image_newline", "mtp.")
+
+
+class CaseError(Exception):
+  """A case that cannot be run; the message is one sentence for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  name: str
+  cfg: ModelConfig
+  variables: dict  # {"params", "balance"}, float32, unrolled layers
+  recorded: dict[str, np.ndarray]
+  compressed_id: np.ndarray | None
+  quantized: bool  # weights are stored in FP8 or FP4
+
+  @property
+  def has_images(self) -> bool:
+    return "token_types" in self.recorded
+
+
+def outputs_file(folder: pathlib.Path, numerics: str) -> pathlib.Path:
+  suffix = "" if numerics == "bf16" else f"_{numerics}"
+  return folder / f"outputs{suffix}.safetensors"
+
+
+def load_case(folder: pathlib.Path, numerics: str) -> Case:
+  """Reads a case; raises CaseError naming what is missing, unused or misshapen."""
+  for name in ("config.json", "weights.safetensors"):
+    if not (folder / name).is_file():
+      raise CaseError(f"{folder} is not a reference case: it has no {name}.")
+  try:
+    values = json.loads((folder / "config.json").read_text())
+    quantized = "quantization_config" in values
+    numbers = NUMERICS[numerics]
+    if quantized and numerics == "bf16":  # the released code quantizes activations there
+      numbers = dataclasses.replace(numbers, activations_fp8=True)
+    cfg = released_config(values, numerics=numbers, scan_layers=False, remat="none")
+    if problems := cfg.problems():
+      raise CaseError(f"{folder / 'config.json'}: {' '.join(problems)}")
+    recorded = read_safetensors(outputs_file(folder, numerics))
+    model, rows = Model(cfg), recorded["input_ids"][:, :1]
+    layout = _layout(cfg, rows, None, _hashing(folder, cfg))
+    abstract = jax.eval_shape(lambda key: nn.unbox(model.init(key, layout)), jax.random.key(0))
+    weights = read_safetensors(folder / "weights.safetensors")
+    variables = load_released(weights, abstract, ignore=NOT_BACKBONE)
+  except (ValueError, KeyError) as error:
+    raise CaseError(f"{folder}: {error}") from None
+  hashing = _hashing(folder, cfg)
+  return Case(folder.name, cfg, variables, recorded, hashing and hashing.compressed_id, quantized)
+
+
+def _hashing(folder: pathlib.Path, cfg: ModelConfig) -> NgramHash | None:
+  if not cfg.engram.layers:
+    return None
+  path = folder / "compressed_map.json"
+  if not path.is_file():
+    raise CaseError(f"{folder} has Engram layers but no compressed_map.json.")
+  return NgramHash(cfg.engram, np.asarray(json.loads(path.read_text())["compressed_map"], np.int32))
+
+
+def _layout(cfg: ModelConfig, ids_BS, types_BS, hashing) -> Layout:
+  """One document per row, padded to a multiple of every ratio."""
+  length = ids_BS.shape[1]
+  step = int(np.lcm.reduce(cfg.ratios)) if cfg.ratios else 1
+  slots = -(-length // step) * step
+  rows = []
+  for row, ids_S in enumerate(ids_BS):
+    modality = None if types_BS is None else types_BS[row]
+    document = Document(ids_S, modality=modality)
+    rows.append(build_layout([document], slots=slots, ratios=cfg.ratios, hashing=hashing))
+  return stack_layouts(rows)
+
+
+def run_case(case: Case, *, site_by_site: bool) -> dict[str, np.ndarray]:
+  """Our traces by reference name.
+
+  With site_by_site every recorded value takes the place of ours after it was noted, so that each
+  site is fed with recorded inputs. Otherwise only recorded embeddings of image spans are put in.
+  """
+  hashing = None
+  if case.compressed_id is not None:
+    hashing = NgramHash(case.cfg.engram, case.compressed_id)
+  ids_BS, types_BS = case.recorded["input_ids"], case.recorded.get("token_types")
+  layout = _layout(case.cfg, ids_BS, types_BS, hashing)
+  fed = dict(case.recorded) if site_by_site else {}
+  if case.has_images:
+    fed["embed_out"] = case.recorded["embed_out"]
+
+  @jax.jit
+  def forward(variables, layout, fed):
+    ours = {}
+
+    def tap(name, value):
+      ours[name] = value
+      recorded = fed.get(name)
+      return value if recorded is None else _put(recorded, value)
+
+    output = Model(case.cfg, tap=tap).apply(variables, layout)
+    ours["logits"] = logits(output)
+    return ours
+
+  ours = jax.tree.map(np.asarray, forward(case.variables, layout, fed))
+  return _cut(ours, case)
+
+
+def _put(recorded, value):
+  """The recorded array in the place of ours, where padding slots or cells may follow."""
+  if recorded.ndim != value.ndim:
+    return value
+  fill = PADDING if jnp.issubdtype(value.dtype, jnp.integer) else 0
+  grow = [(0, ours - theirs) for ours, theirs in zip(value.shape, recorded.shape, strict=True)]
+  return jnp.pad(recorded, grow, constant_values=fill).astype(value.dtype)
+
+
+def _cut(ours, case: Case) -> dict[str, np.ndarray]:
+  """Drops padding slots and empty cells, and turns pools into masks over entries."""
+  out = {}
+  rows, length = case.recorded["input_ids"].shape
+  for name, value in ours.items():
+    if name.endswith((".router_experts", ".router_weights")):
+      value = value.reshape(rows, -1, value.shape[-1])[:, :length].reshape(rows * length, -1)
+    elif name.endswith(".indexer.pool"):
+      name = name.removesuffix("pool") + "candidates"
+      value = _pool_mask(value[:, :length], length, case)
+    elif name.endswith(".indexer.topk"):
+      value = value[:, :length]
+    elif (recorded := case.recorded.get(name)) is not None and recorded.ndim == value.ndim:
+      value = value[tuple(slice(size) for size in recorded.shape)]
+    out[name] = value
+  return out
+
+
+def _pool_mask(pool_BSW: np.ndarray, entries: int, case: Case) -> np.ndarray:
+  block_N = np.arange(entries) // case.cfg.indexer.pool_block_size
+  return (pool_BSW[..., None] == block_N).any(axis=2)
+
+
+def text_only(case: Case) -> bool:
+  types = case.recorded.get("token_types")
+  return types is None or bool((types == TEXT).all())

@@ -1,0 +1,179 @@
+"""`python -m train verify`: our forward against stored traces of the official reference code."""
+
+import argparse
+import json
+import pathlib
+import sys
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from train.compare import BOUNDS, NOT_TRACES, Difference, compare, inputs_of, logit_agreement
+from train.number_vectors import recompute
+from train.reference_case import NUMERICS, CaseError, load_case, outputs_file, run_case
+
+# Traces of caches and of the drafter need the decode path and the drafter, which are separate work.
+_NOT_COVERED = {"step.": "decoding", "mtp.": "the drafter", "final.": "decoding"}
+
+
+def main(argv: list[str]) -> int:
+  """Prints a table per case; returns 0, 1 where a bound is exceeded, 2 for wrong usage."""
+  parser = argparse.ArgumentParser("python -m train verify", description=__doc__)
+  parser.add_argument("--reference", type=pathlib.Path, required=True, metavar="DIR",
+                      help="a case, or a folder of cases")  # fmt: skip
+  parser.add_argument("--numerics", choices=sorted(NUMERICS), action="append",
+                      help="may be given more than once; default fp32 and fp32_qat")  # fmt: skip
+  parser.add_argument("--output", type=pathlib.Path, metavar="F.json", help="also write the numbers")
+  arguments = parser.parse_args(argv)
+  numerics = arguments.numerics or ["fp32", "fp32_qat"]
+  try:
+    report = Report()
+    for folder in _cases(arguments.reference):
+      _verify_case(folder, numerics, report)
+  except CaseError as error:
+    print(error, file=sys.stderr)
+    return 2
+  if arguments.output:
+    arguments.output.write_text(json.dumps(report.as_json(), indent=1, allow_nan=False) + "\n")
+  return report.finish()
+
+
+def _cases(folder: pathlib.Path) -> list[pathlib.Path]:
+  if not folder.is_dir():
+    raise CaseError(f"--reference {folder} is not a folder.")
+  is_case = lambda path: (path / "config.json").is_file() or (path / "vectors.safetensors").is_file()
+  cases = [folder] if is_case(folder) else sorted(p for p in folder.iterdir() if is_case(p))
+  if not cases:
+    raise CaseError(
+      f"--reference {folder} holds no case (a folder with config.json, weights.safetensors and "
+      "outputs files, or with vectors.safetensors)."
+    )
+  return cases
+
+
+def _verify_case(folder: pathlib.Path, numerics: list[str], report: "Report") -> None:
+  if (folder / "vectors.safetensors").is_file():
+    ours, recorded = recompute(folder / "vectors.safetensors")
+    # Bytes and decoded values must be equal; the two products may differ by a bfloat16 rounding.
+    bound = lambda name: BOUNDS["bf16"] if name.startswith("gemm.") else 0.0
+    report.add(folder.name, "bytes", [compare(k, ours[k], recorded[k], bound(k)) for k in ours])
+    return
+  available = [n for n in numerics if outputs_file(folder, n).is_file()]
+  if not available:
+    raise CaseError(f"{folder} has no outputs for --numerics {' or '.join(numerics)}.")
+  for chosen in available:
+    case = load_case(folder, chosen)
+    if reason := _beyond(case.recorded):
+      report.skip(folder.name, chosen, f"its traces need {reason}, which is not there yet")
+      continue
+    ours = run_case(case, site_by_site=chosen == "bf16")
+    differences = []
+    for name, recorded in case.recorded.items():
+      if name.startswith(NOT_TRACES) or (name == "embed_out" and case.has_images):
+        continue
+      if name not in ours:
+        raise CaseError(f"{folder}: our forward has no trace named {name}.")
+      bound = _bound(name, case, chosen)
+      differences.append(compare(name, ours[name], recorded, bound))
+    agreement = logit_agreement(ours["logits"], case.recorded["logits"])
+    report.add(folder.name, chosen, differences, agreement)
+
+
+def _beyond(recorded) -> str | None:
+  for prefix, what in _NOT_COVERED.items():
+    if any(name.startswith(prefix) for name in recorded):
+      return what
+  return None
+
+
+def _bound(name: str, case, numerics: str) -> float | None:
+  """In bfloat16 only a site whose inputs were all recorded says something about itself."""
+  if numerics != "bf16":
+    return BOUNDS[numerics]
+  inputs = inputs_of(name, case.cfg)
+  known = inputs is not None and all(i in case.recorded for i in inputs)
+  return BOUNDS["bf16"] if known else None
+
+
+class Report:
+  """Collects differences, prints tables, and knows whether a bound was exceeded."""
+
+  def __init__(self):
+    self._console = Console(width=None if sys.stdout.isatty() else 110)
+    self._runs: dict[tuple[str, str], tuple[list[Difference], dict[str, float]]] = {}
+    self._skipped: dict[tuple[str, str], str] = {}
+
+  def skip(self, case: str, numerics: str, reason: str) -> None:
+    self._skipped[case, numerics] = reason
+    self._console.print(f"{case} ({numerics}): not compared, {reason}.", highlight=False)
+
+  def add(self, case: str, numerics: str, differences: list[Difference], agreement=None) -> None:
+    self._runs[case, numerics] = (differences, agreement or {})
+    table = Table(title=f"{case} ({numerics})", title_justify="left")
+    for column in ("trace", "largest error", "relative", "integers", "bound", ""):
+      table.add_column(column, justify="left" if column in ("trace", "") else "right")
+    for d in differences:
+      integers = ("equal" if d.identical else "DIFFER") if d.is_integer else ""
+      bound = "" if d.held_to is None else ("equal" if d.is_integer else f"{d.held_to:.0e}")
+      verdict = "FAIL" if d.fails else ("" if d.held_to is not None else "inputs not recorded")
+      error = ("", "") if d.is_integer else (f"{d.max_abs:.2e}", f"{d.relative:.2e}")
+      table.add_row(d.name, *error, integers, bound, verdict)
+    self._console.print(table)
+    if agreement:
+      text = "  ".join(f"{k} {v:.3g}" for k, v in agreement.items())
+      self._console.print(f"logits: {text}", highlight=False)
+
+  def finish(self) -> int:
+    failed = [
+      f"{case} ({numerics}) {d.name}"
+      for (case, numerics), (differences, _) in self._runs.items()
+      for d in differences
+      if d.fails
+    ]
+    compared = sum(d.held_to is not None for ds, _ in self._runs.values() for d in ds)
+    cases = len({case for case, _ in self._runs})
+    skipped = len({case for case, _ in self._skipped})
+    tail = f"; {skipped} not compared" if skipped else ""
+    self._console.print(
+      f"{compared} traces of {cases} cases compared, {len(failed)} beyond their bound{tail}.",
+      highlight=False,
+    )
+    for name in failed:
+      self._console.print(f"beyond its bound: {name}", highlight=False)
+    return 1 if failed or not self._runs else 0
+
+  def as_json(self) -> dict:
+    """cases.{case}.{trace}: the worst over the numerics run; numerics.{numerics}: each of them."""
+    cases: dict[str, dict] = {}
+    single: dict[str, dict] = {}
+    for (case, numerics), (differences, agreement) in self._runs.items():
+      record = {d.name: _as_json(d) for d in differences}
+      record.setdefault("logits", {}).update(agreement)
+      single.setdefault(numerics, {})[case] = record
+      merged = cases.setdefault(case, {})
+      for name, values in record.items():
+        merged[name] = _worse(merged[name], values) if name in merged else dict(values)
+    for (case, _), reason in self._skipped.items():
+      cases.setdefault(case, {})["not_compared"] = reason
+    return {"cases": cases, "numerics": single}
+
+
+def _as_json(d: Difference) -> dict:
+  finite = lambda x: x if np.isfinite(x) else None  # JSON has no infinity
+  return {"max_abs": finite(d.max_abs), "relative": finite(d.relative), "identical": d.identical}
+
+
+_SMALLER_IS_WORSE = {"cosine", "top1", "identical"}
+
+
+def _worse(a: dict, b: dict) -> dict:
+  """The worse of two records, value by value; null (no finite error) is worst."""
+
+  def pick(key):
+    x, y = a.get(key), b.get(key)
+    if x is None or y is None:
+      return None
+    return min(x, y) if key in _SMALLER_IS_WORSE else max(x, y)
+
+  return {key: pick(key) for key in a | b}
