@@ -21,17 +21,13 @@ MESH_AXES = ("replica", "fsdp", "expert", "context", "tensor")
 RULES: dict[str, tuple[str, ...]] = {
   "batch": ("replica", "fsdp"),
   "seq": ("context",),
-  "entries": ("context",),  # compressed entries shard exactly like the slots they come from
   "embed": ("fsdp",),
   "experts": ("expert",),
   "table_rows": ("fsdp",),
   "vocab": ("tensor",),
   "heads": ("tensor",),
   "mlp": ("tensor",),
-  "layers": (),
-  "streams": (),
-  "latent": (),
-  "head_dim": (),
+  "layers": (),  # the axis that a scan over equal groups adds
 }
 
 Names = Sequence[str | None]

@@ -125,7 +125,7 @@ def run_case(case: Case, *, site_by_site: bool) -> dict[str, np.ndarray]:
     def tap(name, value):
       ours[name] = value
       recorded = fed.get(name)
-      return value if recorded is None else _put(recorded, value)
+      return value if recorded is None else _put(name, recorded, value, len(ids_BS))
 
     output = Model(case.cfg, tap=tap).apply(variables, layout)
     ours["logits"] = logits(output)
@@ -135,11 +135,12 @@ def run_case(case: Case, *, site_by_site: bool) -> dict[str, np.ndarray]:
   return _cut(ours, case)
 
 
-def _put(recorded, value):
+def _put(name: str, recorded, value, rows: int):
   """The recorded array in the place of ours, where padding slots or cells may follow."""
-  if recorded.ndim != value.ndim:
-    return value
-  fill = PADDING if jnp.issubdtype(value.dtype, jnp.integer) else 0
+  fill = PADDING if name.endswith(".topk") else 0
+  if name.endswith((".router_experts", ".router_weights")):  # [B*S, k], so padding lies inside
+    split = lambda x: x.reshape(rows, -1, x.shape[-1])
+    return _put("", split(recorded), split(value), rows).reshape(value.shape)
   grow = [(0, ours - theirs) for ours, theirs in zip(value.shape, recorded.shape, strict=True)]
   return jnp.pad(recorded, grow, constant_values=fill).astype(value.dtype)
 

@@ -109,7 +109,7 @@ class Checkpoints:
       step: optimizer steps taken.
       state_items: item name -> tree of jax.Array.
       data: JSON-able state of the data pipeline.
-      meta: JSON-able facts about the run.
+      meta: JSON-able facts about the run; "step" is added.
 
     Raises: CheckpointError as `poll` does.
     """
@@ -121,7 +121,8 @@ class Checkpoints:
     try:
       if self._primary:
         self._path(step, SAVING).touch()
-      self._storage.start_save(self._path(step), state_items, {"data": data, "meta": meta})
+      documents = {"data": data, "meta": {**meta, "step": step}}
+      self._storage.start_save(self._path(step), state_items, documents)
     except storage.SAVE_ERRORS as error:
       self._failed(step, error)
     else:
@@ -161,7 +162,7 @@ class Checkpoints:
 
     Args:
       abstract_items: item name -> tree of jax.ShapeDtypeStruct with sharding; a subset will do.
-      step: the only step to consider.
+      step: the only step to consider. To look at, not to train on from: later steps stay.
 
     Returns: None if nothing was ever saved completely, so that the run starts fresh.
     Raises: CheckpointError if there were steps and none is good, or one does not fit.
@@ -261,7 +262,8 @@ class Checkpoints:
     self._newest = NONE
     if self._primary:
       self._remove_partial(step)
-    free = shutil.disk_usage(self._directory).free
+    existing = next(p for p in (self._directory, *self._directory.parents) if p.is_dir())
+    free = shutil.disk_usage(existing).free
     sentence = (
       f"Checkpoint {step} could not be saved in {self._directory}: {storage.reason(error)} "
       f"(it needs about {_size(self._bytes_needed)}, {_size(free)} are free)."
@@ -282,7 +284,7 @@ class Checkpoints:
 def _read(folder: pathlib.Path, abstract_items: dict[str, Any]) -> Restored:
   items = storage.read_items(folder, abstract_items)
   data, meta = (storage.read_document(folder, name) for name in DOCUMENTS)
-  return Restored(step=int(folder.name), items=items, data=data, meta=meta)
+  return Restored(step=meta["step"], items=items, data=data, meta=meta)
 
 
 def _from_primary(chosen: int, failed: bool) -> tuple[int, bool]:

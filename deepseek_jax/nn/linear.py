@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 
 from deepseek_jax.config import NumericsConfig
+from deepseek_jax.ops.matmul import einsum_f32
 from deepseek_jax.ops.quantize import fake_fp8
 
 
 def dot(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
   """einsum(spec, x, weight) in x.dtype with float32 accumulation."""
-  y = jnp.einsum(spec, x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
-  return y.astype(x.dtype)
+  return einsum_f32(spec, x, weight.astype(x.dtype)).astype(x.dtype)
 
 
 def exact_dot(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -47,9 +47,8 @@ def _queries(layout: Layout, ratio: int, *, decoder: bool) -> jax.Array:
   real_BS = real_slots(layout)
   if not decoder:
     return jnp.sum(real_BS & (layout.entry_end[ratio] > layout.entry_begin[ratio]))
-  slots_BT = layout.decoder_slots
-  real_BT = jnp.take_along_axis(real_BS, jnp.maximum(slots_BT, 0), axis=1) & (slots_BT >= 0)
-  sees_BT = layout.decoder_entry_end[ratio] > layout.decoder_entry_begin[ratio]
+  real_BT = jnp.take_along_axis(real_BS, jnp.maximum(layout.decoder_slots, 0), axis=1)
+  sees_BT = layout.decoder_entry_end[ratio] > layout.decoder_entry_begin[ratio]  # padding: nothing
   return jnp.sum(real_BT & sees_BT)
 
 

@@ -4,6 +4,8 @@ E4M3 (no infinities, largest 448), E2M1 (+-{0, .5, 1, 1.5, 2, 3, 4, 6}), E8M0 (p
 Source: model.md sections 3.2-3.6.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 
@@ -37,6 +39,31 @@ def round_e4m3(x: jax.Array) -> jax.Array:
 def round_e2m1(x: jax.Array) -> jax.Array:
   """Nearest E2M1 value, ties to even code, saturating at 6. float32 in, float32 out."""
   return _round(x, mantissa_bits=1, min_exponent=0, largest=E2M1_MAX)
+
+
+def quotient_e2m1(x: jax.Array, scale: jax.Array) -> jax.Array:
+  """round_e2m1(x / scale) for a scale > 0 of few bits, from exact products.
+
+  Compilers may turn a division by a shared divisor into a product with its reciprocal, which
+  misses exact ties; scale * midpoint has none of that.
+  """
+  size = jnp.abs(x)
+  value = jnp.zeros_like(size)
+  for code, (low, high) in enumerate(itertools.pairwise(E2M1_VALUES)):
+    middle = scale * ((low + high) / 2)
+    above = size >= middle if code % 2 else size > middle  # a tie goes to the even code
+    value += jnp.where(above, high - low, 0.0)
+  return jnp.where(jnp.signbit(x), -value, value)
+
+
+def quotient_e4m3(x: jax.Array, divisor: float) -> jax.Array:
+  """round_e4m3(x / divisor) for x >= 0 and a divisor of few bits, exact for the same reason."""
+  near = jnp.minimum(x * jnp.float32(1 / divisor), E4M3_MAX)
+  step = power_of_two(jnp.maximum(_exponent(near), -6) - 3)
+  low = jnp.floor(near / step)
+  middle = (low + 0.5) * step * divisor
+  up = (x > middle) | ((x == middle) & (low % 2 == 1))
+  return jnp.minimum((low + up) * step, E4M3_MAX)
 
 
 def ceil_power_of_two(x: jax.Array) -> jax.Array:

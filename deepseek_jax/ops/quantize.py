@@ -21,6 +21,9 @@ FP8_BLOCK, INDEXER_BLOCK, MAIN_BLOCK = 32, 32, 16
 
 
 def _split(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+  if x.dtype == jnp.bfloat16:
+    # The compiler may keep float32 bits where the program rounds to bfloat16; this one must not.
+    x = jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
   x = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, block)
   return x, jnp.max(jnp.abs(x), axis=-1)
 
@@ -44,8 +47,8 @@ def quantize_indexer(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def quantize_main(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """E2M1 with an E4M3 scale per 16 channels and no second-level scale: compressed entries."""
   blocks, largest = _split(x, MAIN_BLOCK)
-  scale = formats.round_e4m3(jnp.maximum(largest, _MAIN_FLOOR) / formats.E2M1_MAX)
-  return formats.round_e2m1(blocks / scale[..., None]).reshape(x.shape), scale
+  scale = formats.quotient_e4m3(jnp.maximum(largest, _MAIN_FLOOR), formats.E2M1_MAX)
+  return formats.quotient_e2m1(blocks, scale[..., None]).reshape(x.shape), scale
 
 
 def dequantize(values: jax.Array, scale: jax.Array) -> jax.Array:

@@ -8,6 +8,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from deepseek_jax.ops.matmul import einsum_f32
+
 
 def token_nll(
   hidden_XD: jax.Array,
@@ -54,8 +56,8 @@ def _backward(chunk_tokens, compute_dtype, residuals, d_nll_X):
     softmax_CV = jnp.exp(logits_CV - log_z_C[:, None])
     d_logits_CV = (softmax_CV - _is_target(targets_C, logits_CV)) * d_nll_C[:, None]
     d_logits_CV = d_logits_CV.astype(compute_dtype)
-    d_head_VD += _matmul("CV,CD->VD", d_logits_CV, hidden_CD)
-    return d_head_VD, _matmul("CV,VD->CD", d_logits_CV, head)
+    d_head_VD += einsum_f32("cv,cd->vd", d_logits_CV, hidden_CD)
+    return d_head_VD, einsum_f32("cv,vd->cd", d_logits_CV, head)
 
   pieces = (hidden_XD.astype(compute_dtype), targets_X, log_z_X, d_nll_X)
   zeros_VD = jnp.zeros(head_VD.shape, jnp.float32)
@@ -67,12 +69,8 @@ def _backward(chunk_tokens, compute_dtype, residuals, d_nll_X):
 _token_nll.defvjp(_forward, _backward)
 
 
-def _matmul(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
-  return jnp.einsum(formula, x, y, preferred_element_type=jnp.float32)
-
-
 def _logits(hidden_CD: jax.Array, head_VD: jax.Array) -> jax.Array:
-  return _matmul("CD,VD->CV", hidden_CD, head_VD)
+  return einsum_f32("cd,vd->cv", hidden_CD, head_VD)
 
 
 def _is_target(targets_C: jax.Array, logits_CV: jax.Array) -> jax.Array:

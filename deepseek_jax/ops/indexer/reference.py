@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from deepseek_jax.ops.chunks import over_queries
+from deepseek_jax.ops.matmul import einsum_f32
 from deepseek_jax.ops.membership import is_member
 
 QUERY_CHUNK = 512  # bounds the products to [B, 512, I, N]
@@ -51,9 +52,7 @@ def _select_chunk(start, queries, *, keys_BNi, exists_BN, choice, with_scores):
 def _scores(q_BCIi, keys_BNi, weights_BCI, scores_bf16: bool):
   """sum_h w_h relu(q_h . k_n) in float32; with scores_bf16 rounded at three places, as released."""
   rounded = (lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)) if scores_bf16 else lambda x: x
-  product_BCIN = jnp.einsum(
-    "bcji,bni->bcjn", q_BCIi, keys_BNi, preferred_element_type=jnp.float32
-  )
+  product_BCIN = einsum_f32("bcji,bni->bcjn", q_BCIi, keys_BNi)
   active_BCIN = jax.nn.relu(rounded(product_BCIN))
   weighted_BCIN = rounded(active_BCIN * weights_BCI.astype(jnp.float32)[..., None])
   return rounded(jnp.sum(weighted_BCIN, axis=2))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from deepseek_jax.ops.chunks import over_queries
+from deepseek_jax.ops.matmul import einsum_f32
 from deepseek_jax.ops.membership import is_member
 
 QUERY_CHUNK = 512  # bounds the scores to [B, 512, H, N]
@@ -76,9 +77,9 @@ def _chunk(
 
 def _scores(q_BCHd, keys_BNd, visible_BCN):
   scale = q_BCHd.shape[-1] ** -0.5
-  scores_BCHN = jnp.einsum("bchd,bnd->bchn", q_BCHd, keys_BNd, preferred_element_type=jnp.float32)
+  scores_BCHN = einsum_f32("bchd,bnd->bchn", q_BCHd, keys_BNd)
   return jnp.where(visible_BCN[:, :, None], scores_BCHN * scale, _LOWEST)
 
 
 def _weigh(p_BCHN, values_BNd):
-  return jnp.einsum("bchn,bnd->bchd", p_BCHN, values_BNd, preferred_element_type=jnp.float32)
+  return einsum_f32("bchn,bnd->bchd", p_BCHN, values_BNd)

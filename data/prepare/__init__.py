@@ -1,0 +1,1 @@
+"""Offline: raw text -> tokenizer, packed rows and metadata in one folder."""

@@ -1,0 +1,125 @@
+"""A folder that `prepare` wrote: its metadata, as typed values.
+
+metadata.json      written last: a folder without it is not finished
+tokenizer.json     the tokenizer, whole
+compressed_id.npy  [V] int32, token id -> class of the Engram hash (model.md section 2.8.1)
+train-00000-of-00001.array_record, validation-...   packed rows, see data/rows.py
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+
+from data.errors import DataError
+from deepseek_jax.config import Config
+
+METADATA = "metadata.json"
+TOKENIZER = "tokenizer.json"
+COMPRESSED_ID = "compressed_id.npy"
+FORMAT = 1  # of rows and metadata; another one is refused
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard(Config):
+  name: str
+  rows: int
+  sha256: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split(Config):
+  """What one split holds. Every byte of a document is covered by its targets, and so is its EOS."""
+
+  documents: int
+  rows: int
+  tokens: int  # in slots, BOS and EOS included
+  targets: int  # tokens that are predicted: all but the first of each document
+  bytes: int  # UTF-8 bytes of the documents
+  padding_fraction: float  # slots without a token
+  shards: tuple[Shard, ...]
+
+  @classmethod
+  def from_dict(cls, values: Mapping[str, Any]) -> Self:
+    """Builds the split as metadata.json holds it, with a derived value beside the others."""
+    kept = {name: value for name, value in values.items() if name != "bytes_per_token"}
+    return super().from_dict(kept | {"shards": [Shard.from_dict(s) for s in kept["shards"]]})
+
+  @property
+  def bytes_per_token(self) -> float:
+    """Bytes per predicted token."""
+    return self.bytes / max(self.targets, 1)
+
+  def bits_per_byte(self, nats_per_target: float) -> float:
+    """Mean loss in nats per target -> bits per byte of text."""
+    return nats_per_target / math.log(2) / self.bytes_per_token
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared(Config):
+  """The metadata of one folder."""
+
+  folder: pathlib.Path
+  request: dict  # the arguments that made it
+  slots: int
+  vocab: int  # largest token id + 1
+  dtype: str  # of the tokens on disk
+  bos: int
+  eos: int
+  pad: int
+  compressed_classes: int
+  tokenizer_sha256: str
+  compressed_id_sha256: str
+  source_sha256: str
+  dropped: dict[str, int]  # reason -> documents left out
+  train: Split
+  validation: Split
+  fingerprint: str  # of everything that decides what is read
+
+  def split(self, name: str) -> Split:
+    return {"train": self.train, "validation": self.validation}[name]
+
+  def compressed_id(self) -> np.ndarray:
+    """[V] int32 class of each token id. Raises DataError when the file has changed."""
+    path = self.folder / COMPRESSED_ID
+    if file_sha256(path) != self.compressed_id_sha256:
+      raise DataError(f"{path} is damaged: it is not the file that {METADATA} describes.")
+    return np.load(path)
+
+
+def load_prepared(folder: str | pathlib.Path) -> Prepared:
+  """Reads a folder's metadata.
+
+  Raises: FileNotFoundError where no finished preparation lies, DataError where its metadata cannot
+  be read or has another format.
+  """
+  folder = pathlib.Path(folder)
+  text = (folder / METADATA).read_bytes()
+  try:
+    values = json.loads(text)
+    if values.pop("format") != FORMAT:
+      raise DataError(f"{folder} was prepared in another format; prepare it again.")
+    return Prepared.from_dict(values | {"folder": folder})
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    raise DataError(f"{folder / METADATA} is damaged ({error}); prepare it again.") from error
+
+
+def save_prepared(prepared: Prepared) -> None:
+  """Writes the metadata in one step: this is the moment at which the folder becomes valid."""
+  values = {"format": FORMAT, **dataclasses.asdict(prepared)}
+  del values["folder"]
+  for name in ("train", "validation"):
+    values[name]["bytes_per_token"] = prepared.split(name).bytes_per_token
+  unfinished = prepared.folder / f"{METADATA}.unfinished"
+  unfinished.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+  unfinished.replace(prepared.folder / METADATA)
+
+
+def file_sha256(path: pathlib.Path) -> str:
+  with path.open("rb") as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()

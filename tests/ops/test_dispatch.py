@@ -1,0 +1,54 @@
+"""A named implementation runs or raises; an automatic choice may pass over what cannot run."""
+
+import logging
+
+import pytest
+
+from deepseek_jax.ops import dispatch
+
+
+def reference(x):
+  return ("reference", x)
+
+
+def limited(x):
+  if x > 8:
+    raise NotImplementedError(f"needs x <= 8, got {x}")
+  return ("xla", x)
+
+
+def broken(x):
+  raise TypeError(f"cannot take {x}")
+
+
+def test_named_implementation_raises_what_it_cannot_do():
+  with pytest.raises(NotImplementedError, match="got 9"):
+    dispatch.call({"reference": reference, "xla": limited}, "xla", 9)
+
+
+def test_unknown_name_lists_the_accepted_ones():
+  with pytest.raises(ValueError, match=r"'cuda', accepted are \['reference', 'xla'\]"):
+    dispatch.call({"reference": reference, "xla": limited}, "cuda", 1)
+
+
+def test_automatic_choice_prefers_the_first_that_takes_the_arguments():
+  implementations = {"reference": reference, "xla": limited}
+  assert dispatch.call(implementations, None, 8) == ("xla", 8)
+  assert dispatch.call(implementations, None, x=9) == ("reference", 9)
+
+
+def test_automatic_choice_hides_no_other_error():
+  with pytest.raises(TypeError, match="cannot take 1"):
+    dispatch.call({"reference": reference, "xla": broken}, None, 1)
+
+
+def test_automatic_choice_is_logged_once(caplog):
+  def another(x):
+    return x
+
+  with caplog.at_level(logging.INFO, "deepseek_jax.ops.dispatch"):
+    for _ in range(3):
+      dispatch.call({"reference": another}, None, 1)
+  assert [r.message for r in caplog.records if "another" in r.message] == [
+    f"{__name__}.another runs its 'reference' implementation on cpu"
+  ]

@@ -1,0 +1,138 @@
+"""The folder of a run: made, locked, and checked against the configuration that continues it.
+
+config.json        resolved configuration, every key
+environment.json   versions, git revision, devices, XLA flags of the last start
+metrics.jsonl      train/metrics.py
+events.*           TensorBoard
+checkpoints/       deepseek_jax/checkpoint
+profiles/
+run.lock           train/lock.py
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from configs.schema import Settings
+from deepseek_jax.checkpoint import manifest
+from train import environment
+from train.errors import UsageError
+from train.keys import flatten, nest
+from train.lock import RunLock
+from train.settings import differences, resolved_json, settings_from_json
+
+# What may change between two starts of a run without changing what it computes. data.paths is here
+# because the pipeline's saved state compares the data themselves.
+FREE = (
+  "checkpoint",
+  "data.max_damaged_records",
+  "data.paths",
+  "data.prefetch_batches",
+  "data.reader_threads",
+  "data.stall_seconds",
+  "log",
+  "max_skipped_steps",
+  "profile",
+  "validation",
+)
+# What may change, but then the losses agree closely instead of bit for bit.
+REPORTED = ("mesh", "accumulation")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+  path: pathlib.Path
+  lock: RunLock | None  # None on processes other than the first
+
+  @property
+  def checkpoints(self) -> pathlib.Path:
+    return self.path / "checkpoints"
+
+  @property
+  def profiles(self) -> pathlib.Path:
+    return self.path / "profiles"
+
+  def close(self) -> None:
+    """Gives the folder to the next run."""
+    if self.lock is not None:
+      self.lock.release()
+
+
+def open_run_folder(
+  workdir: str, settings: Settings, *, allow_change: bool, report: Callable[[str], None]
+) -> RunFolder:
+  """Makes or continues the run folder; process 0 writes, the others only learn the paths.
+
+  While `checkpoints/` has no complete step, the configuration may change freely.
+
+  Args:
+    workdir: path of the folder.
+    settings: configuration of this start.
+    allow_change: accept a configuration that computes something else than the run so far.
+    report: takes one sentence about something the user should know.
+
+  Raises: UsageError if the folder is in use, cannot be written, or belongs to another
+    configuration.
+  """
+  path = pathlib.Path(workdir).absolute()
+  if jax.process_index() != 0:
+    return RunFolder(path, None)
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(path, report)
+  except OSError as error:
+    raise UsageError([f"--workdir {path} cannot be used: {error.strerror}."]) from error
+  folder = RunFolder(path, lock)
+  try:
+    if any(folder.checkpoints.glob(f"*/{manifest.NAME}")):
+      _check_config(folder, settings, allow_change, report)
+    manifest.write_atomically(path / "config.json", resolved_json(settings))
+    now = environment.environment()
+    for sentence in environment.changes(_read_json(path / "environment.json") or now, now):
+      report(sentence)
+    manifest.write_atomically(path / "environment.json", json.dumps(now, indent=2) + "\n")
+  except BaseException:
+    folder.close()
+    raise
+  return folder
+
+
+def _check_config(
+  folder: RunFolder, settings: Settings, allow_change: bool, report: Callable[[str], None]
+) -> None:
+  advice = "Use another --workdir, or give --allow-change to continue with the new values."
+  try:
+    stored = settings_from_json((folder.path / "config.json").read_text(encoding="utf-8"))
+  except (OSError, ValueError, TypeError) as error:
+    problem = f"{folder.path / 'config.json'} cannot be read ({error})."
+    if not allow_change:
+      raise UsageError([problem, advice]) from error
+    report(f"{problem} Continuing without the comparison.")
+    return
+  stored = _with_keys_of(stored, settings, FREE)
+  binding = differences(_with_keys_of(stored, settings, REPORTED), settings)
+  if binding and not allow_change:
+    raise UsageError([f"The run in {folder.path} has another configuration.", *binding, advice])
+  for sentence in differences(stored, settings):
+    report(f"{sentence} The run continues, and is not the same bit for bit.")
+
+
+def _with_keys_of(stored: Settings, given: Settings, names: tuple[str, ...]) -> Settings:
+  """`stored` with the values that `given` has for the named keys and sections."""
+  chosen = {
+    key: value
+    for key, value in flatten(dataclasses.asdict(given)).items()
+    if any(key == name or key.startswith(f"{name}.") for name in names)
+  }
+  return Settings.from_dict(nest(flatten(dataclasses.asdict(stored)) | chosen))
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
+  try:
+    return json.loads(path.read_text(encoding="utf-8"))
+  except (OSError, ValueError):
+    return None

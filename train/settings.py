@@ -1,0 +1,142 @@
+"""Command line and configuration file -> frozen Settings, with every problem named at once."""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from configs.base import UNITS
+from configs.schema import Settings
+from train import checks, config_file
+from train.errors import UsageError
+from train.keys import KEYS, convert, flatten, from_text, nest, unknown_key
+
+OVERRIDE = "--config."
+ARGUMENTS = ("--config", "--workdir")
+
+
+class CommandLine(NamedTuple):
+  settings: Settings
+  workdir: str
+
+
+class Arguments(NamedTuple):
+  """A command line, taken apart but not yet understood."""
+
+  values: dict[str, str]  # "--config" and "--workdir", where given
+  overrides: dict[str, str]  # dotted key -> text
+  problems: list[str]
+
+
+def parse(argv: Sequence[str], *, devices: int) -> CommandLine:
+  """What `--config FILE[:variant] --workdir DIR [--config.key=value ...]` asks for.
+
+  Args:
+    argv: without the program and the verb.
+    devices: how many the run has, over all hosts.
+
+  Raises: UsageError with every problem of the arguments, the file, the types and the combinations.
+  """
+  arguments = split(argv)
+  problems = list(arguments.problems)
+  problems += [f"{name} is missing." for name in ARGUMENTS if name not in arguments.values]
+  settings = None
+  try:
+    settings = load(arguments.values.get("--config"), arguments.overrides)
+  except UsageError as error:
+    problems += error.problems
+  if settings is not None and "--config" in arguments.values:
+    problems += checks.problems(settings, devices=devices)
+  if settings is None or problems:
+    raise UsageError(problems)
+  return CommandLine(settings, arguments.values["--workdir"])
+
+
+def split(argv: Sequence[str]) -> Arguments:
+  """Sorts the arguments; both --name=value and --name value are accepted.
+
+  ml_collections.config_flags would do this too, but it stops at the first problem, and shows a
+  traceback for an unknown key.
+  """
+  arguments = Arguments({}, {}, [])
+  words = list(argv)
+  while words:
+    name, equals, value = words.pop(0).partition("=")
+    override = name.startswith(OVERRIDE)
+    if not override and name not in ARGUMENTS:
+      near = difflib.get_close_matches(name, ARGUMENTS, n=1)
+      hint = f"the nearest is {near[0]}" if near else "known are --config, --workdir, --config.KEY"
+      arguments.problems.append(f"{name} is not an argument; {hint}.")
+      if not equals and words and not words[0].startswith("--"):
+        words.pop(0)  # its value
+      continue
+    if not equals and words and not words[0].startswith("--"):
+      value = words.pop(0)
+    if not value:
+      arguments.problems.append(f"{name} needs a value.")
+      continue
+    if name == "--workdir" and "://" in value:
+      arguments.problems.append(f"--workdir must be a local folder for now, got {value}.")
+    if override:
+      arguments.overrides[name.removeprefix(OVERRIDE)] = value
+    else:
+      arguments.values[name] = value
+  return arguments
+
+
+def load(config: str | None, overrides: Mapping[str, str]) -> Settings:
+  """The configuration file's Settings with the overrides laid on top; None: all defaults.
+
+  Raises: UsageError with every problem of the file, of unknown keys and of types.
+  """
+  flat, problems = {}, []
+  try:
+    flat = flatten(config_file.load(config).to_dict()) if config else {}
+  except UsageError as error:
+    problems += error.problems
+  for key, text in overrides.items():
+    flat[key] = from_text(KEYS[key], text) if key in KEYS else text
+  typed: dict[str, Any] = {}
+  for key, value in flat.items():
+    if key not in KEYS:
+      problems.append(unknown_key(key))
+      continue
+    try:
+      typed[key] = convert(KEYS[key], value)
+    except TypeError as error:
+      problems.append(f"{key} {error}.")
+  if problems:
+    raise UsageError(problems)
+  return Settings.from_dict(nest(typed))
+
+
+def resolved_json(settings: Settings) -> str:
+  """The content of config.json: every key, nested."""
+  return json.dumps(dataclasses.asdict(settings), indent=2) + "\n"
+
+
+def settings_from_json(text: str) -> Settings:
+  """The inverse of `resolved_json`. Raises ValueError for text of another version."""
+  return Settings.from_dict(json.loads(text))
+
+
+def differences(stored: Settings, given: Settings) -> list[str]:
+  """One sentence per key whose value is not the stored one."""
+  old, new = (flatten(dataclasses.asdict(settings)) for settings in (stored, given))
+  return [f"{key} was {old[key]} and is now {new[key]}." for key in KEYS if old[key] != new[key]]
+
+
+def help_text(verb: str) -> str:
+  """Usage of a training verb, with every key, its default and its unit."""
+  defaults = flatten(dataclasses.asdict(Settings()))
+  rows = [f"  {key} = {_short(defaults[key])}  ({unit})" for key, unit in UNITS.items()]
+  usage = (
+    f"python -m train {verb} --config FILE.py[:variant] --workdir DIR [--config.KEY=VALUE ...]"
+  )
+  return "\n".join([usage, "", "KEY = default  (unit)", *rows])
+
+
+def _short(value: Any) -> str:
+  text = str(value)
+  return text if len(text) <= 40 else text[:37] + "..."
