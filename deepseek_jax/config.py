@@ -1,4 +1,4 @@
-"""Model hyper-parameters: frozen, nested, with cross-field checks. The only model defaults there are.
+"""Model hyper-parameters: frozen, nested, with cross-field checks. The only model defaults.
 
 Letters in trailing comments are the ones that array names use everywhere else.
 """
@@ -96,7 +96,7 @@ class NumericsConfig(Config):
   main_fp4: bool = False  # fake-quantize compressed entries to E2M1, an E4M3 scale per 16
   indexer_fp4: bool = False  # fake-quantize indexer queries and keys to E2M1, a scale per 32
   scores_bf16: bool = False  # round indexer scores where the released code does
-  activations_fp8: bool = False  # fake-quantize the inputs of linears that the release stores in FP8
+  activations_fp8: bool = False  # fake-quantize inputs of linears that the release keeps in FP8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,14 +209,18 @@ class ModelConfig(Config):
       else:
         groups.append([spec])
     plan: list[LayerGroup] = []
-    for group in groups:
-      last = plan[-1] if plan else None
-      same = last is not None and self._signature(last.layers) == self._signature(group)
-      if self.scan_layers and same and last is not None and not self._exports(last):
+    for layers in groups:
+      group, last = LayerGroup(tuple(layers), 1), plan[-1] if plan else None
+      if self.scan_layers and last is not None and self._repeats(last, group):
         plan[-1] = LayerGroup(last.layers, last.repeat + 1)
       else:
-        plan.append(LayerGroup(tuple(group), 1))
+        plan.append(group)
     return tuple(plan)
+
+  def _repeats(self, last: LayerGroup, group: LayerGroup) -> bool:
+    """Whether a group is one more of its predecessor; entries do not leave a repeated group."""
+    same = self._signature(last.layers) == self._signature(group.layers)
+    return same and not self._exports(last) and not self._exports(group)
 
   def _signature(self, group) -> tuple:
     first = group[0].layer
@@ -257,7 +261,7 @@ def _schedule_problems(c: ModelConfig) -> Iterator[str]:
     yield f"model.index_sources must contain every KV source, missing are layers {missing}."
   for spec in c.schedule():
     if spec.ratio < 0:
-      yield f"model.compress_ratios of layer {spec.layer} is {spec.ratio}, accepted are 0, 1, 2, ..."
+      yield f"model.compress_ratios of layer {spec.layer} is {spec.ratio}, accepted are 0, 1, ..."
     if spec.ratio > 0:
       if spec.kv_source is None:
         yield f"Layer {spec.layer} reads compressed entries, but no KV source stands before it."
@@ -268,7 +272,7 @@ def _schedule_problems(c: ModelConfig) -> Iterator[str]:
         )
   pool, start = c.indexer.pool_source, c.decoder_start
   if pool is not None and pool not in c.kv_sources:
-    yield f"model.indexer.pool_source is layer {pool}, which is not one of kv_sources {c.kv_sources}."
+    yield f"model.indexer.pool_source is layer {pool}, which is none of kv_sources {c.kv_sources}."
   if start is not None and [s for s in c.kv_sources if s >= start] != [start]:
     yield (
       f"model.decoder_start is {start}: exactly one KV source must lie at or after it, at "
@@ -289,7 +293,7 @@ def _size_problems(c: ModelConfig) -> Iterator[str]:
   for name, value in sizes.items():
     if value < 1:
       yield f"{name} must be at least 1, got {value}."
-  if a.heads % a.o_groups:
+  if a.o_groups > 0 and a.heads % a.o_groups:
     yield f"model.attention.heads ({a.heads}) must be a multiple of o_groups ({a.o_groups})."
   if a.rope_dim % 2 or a.rope_dim > min(a.head_dim, i.head_dim):
     yield (
@@ -306,7 +310,12 @@ def _size_problems(c: ModelConfig) -> Iterator[str]:
       f"visible entries than top_k ({i.top_k}); (pool_blocks - 1) * pool_block_size + 1 must "
       "reach top_k."
     )
-  n = c.numerics
+  yield from _block_problems(c)
+
+
+def _block_problems(c: ModelConfig) -> Iterator[str]:
+  """Quantizers share a scale among the channels of a block, so widths are whole blocks."""
+  n, a, i = c.numerics, c.attention, c.indexer
   for switch, width, block in (
     ("window_fp8", a.head_dim, 32),
     ("main_fp4", a.head_dim, 16),
@@ -314,6 +323,15 @@ def _size_problems(c: ModelConfig) -> Iterator[str]:
   ):
     if getattr(n, switch) and width % block:
       yield f"model.numerics.{switch} needs a head_dim that is a multiple of {block}, got {width}."
+  inputs = {
+    "model.dim": c.dim,
+    "model.attention.q_rank": a.q_rank,
+    "model.attention.o_groups * o_rank": a.o_groups * a.o_rank,
+    "model.moe.hidden": c.moe.hidden,
+  }
+  for name, width in inputs.items():
+    if n.activations_fp8 and width % 32:
+      yield f"model.numerics.activations_fp8 needs {name} to be a multiple of 32, got {width}."
 
 
 def _engram_problems(c: ModelConfig) -> Iterator[str]:

@@ -107,7 +107,7 @@ def stack_layouts(rows: Sequence[Layout], *, axis_exists: bool = True) -> Layout
       return {m: join([v[m] for v in values]) for m in values[0]}
     return join(values)
 
-  return Layout(*(field(values) for values in zip(*rows, strict=True)))
+  return Layout._make(field(values) for values in zip(*rows, strict=True))
 
 
 def _empty_row(slots: int, ratios: Sequence[int], hashing: NgramHash | None) -> Layout:
@@ -157,7 +157,9 @@ def _place(
     row.engram_rows[span] = hashing.rows(tokens, row.modality[span] != TEXT)
   for m in ratios:
     groups = length // m
-    first = (start + m - 1) // m  # id of the document's first entry: (start + m - 1) is its last slot
+    first = (
+      start + m - 1
+    ) // m  # id of the document's first entry: (start + m - 1) is its last slot
     group_slots = start + np.arange(groups * m, dtype=np.int32).reshape(groups, m)
     row.entry_slots[m][first : first + groups] = group_slots
     row.entry_begin[m][span] = first

@@ -3,6 +3,8 @@
 Legend: B rows, S encoder slots, T decoder slots, N entry cells, c streams, D width, V vocabulary.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -69,11 +71,12 @@ class Model(nn.Module):
         block = make_block(self.cfg, spec, name, self.train_indexer, tap)
         carry, aux[name] = block(carry, around)
       return carry, aux
+    constant: Any = nn.broadcast
     scanned = nn.scan(
       Group,
       variable_axes={"params": 0, "balance": 0},
       split_rngs={"params": True},
-      in_axes=nn.broadcast,
+      in_axes=constant,
       length=group.repeat,
       metadata_params={nn.PARTITION_NAME: "layers"},
     )(self.cfg, group.layers, self.train_indexer, name=group.name)
@@ -110,9 +113,7 @@ def surroundings(layout: Layout) -> Surroundings:
   entries = {
     ratio: Entries(
       slots_BNm=slots_BNm,
-      positions_BN=jnp.take_along_axis(
-        layout.positions, jnp.maximum(slots_BNm[..., 0], 0), axis=1
-      ),
+      positions_BN=jnp.take_along_axis(layout.positions, jnp.maximum(slots_BNm[..., 0], 0), axis=1),
       exists_BN=slots_BNm[..., -1] >= 0,
     )
     for ratio, slots_BNm in layout.entry_slots.items()

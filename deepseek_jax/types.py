@@ -6,7 +6,7 @@ width, E experts, V vocabulary, W pool blocks.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -41,14 +41,14 @@ class Entries(NamedTuple):
 
 
 class LayerCarry(NamedTuple):
-  """Everything that flows from one layer to the next."""
+  """Everything that flows from one layer to the next; None before the first layer that sets it."""
 
   streams_BQcD: jax.Array  # compute dtype
   pre_mix_BQc: jax.Array  # float32, collapse weights made at the site before
-  shared_kv_BNd: jax.Array | None  # entries of the last KV source
-  index_keys_BNi: jax.Array | None  # float32, before fake quantization
-  selection_BQK: jax.Array | None  # int32 ascending, -1 at the end
-  pool_BQW: jax.Array | None  # int32 ascending block ids of the candidate pool, -1 at the end
+  shared_kv_BNd: Any  # entries of the last KV source
+  index_keys_BNi: Any  # compute dtype, before fake quantization
+  selection_BQK: Any  # int32 ascending, -1 at the end
+  pool_BQW: Any  # int32 ascending block ids of the candidate pool, -1 at the end
 
 
 class LayerAux(NamedTuple):

@@ -79,8 +79,9 @@ def compare(name: str, ours: np.ndarray, recorded: np.ndarray, held_to: float | 
   identical = bool(np.array_equal(a, b, equal_nan=True))
   if not np.array_equal(finite, np.isfinite(a)):
     return Difference(name, np.inf, np.inf, False, is_integer, held_to)
-  error = float(np.max(np.abs(a - b), where=finite, initial=0.0))
-  largest = float(np.max(np.abs(b), where=finite, initial=0.0))
+  a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
+  error = float(np.max(np.abs(a - b), initial=0.0))
+  largest = float(np.max(np.abs(b), initial=0.0))
   relative = error / largest if largest else (0.0 if error == 0.0 else np.inf)
   return Difference(name, error, relative, identical, is_integer, held_to)
 

@@ -18,8 +18,10 @@ _FLOORS = {"fp8": (1e-4, formats.E4M3_MAX), "fp4": (6 * 2.0**-126, formats.E2M1_
 
 def recompute(path: pathlib.Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
   """(ours, recorded) by vector name."""
-  v = read_safetensors(path)
-  ours: dict[str, np.ndarray] = {
+  recorded = read_safetensors(path)
+  v = {name: jnp.asarray(value) for name, value in recorded.items()}
+  weight = lambda name, scale: jnp.asarray(dequantize(recorded[name], recorded[scale]))
+  ours: dict[str, jax.Array] = {
     "e4m3.values": formats.decode_e4m3(v["e4m3.codes"]),
     "e8m0.values": formats.decode_e8m0(v["e8m0.codes"]),
     "e2m1.values": formats.decode_e2m1(v["e2m1.codes"]),
@@ -33,18 +35,18 @@ def recompute(path: pathlib.Path) -> tuple[dict[str, np.ndarray], dict[str, np.n
   ours |= _blocks("fp4_block32", v, quantize.quantize_indexer, formats.encode_e8m0)
   ours |= _blocks("fp4_block16", v, quantize.quantize_main, formats.encode_e4m3)
   for name in ("weight_fp8", "weight_fp8_ragged", "weight_fp4"):
-    ours[f"{name}.dequant"] = dequantize(v[f"{name}.weight"], v[f"{name}.scale"])
-  table = dequantize(v["engram_rows.weight"], v["engram_rows.scale"])
+    ours[f"{name}.dequant"] = weight(f"{name}.weight", f"{name}.scale")
+  table = weight("engram_rows.weight", "engram_rows.scale")
   ours["engram_rows.values"] = table_lookup(table, v["engram_rows.rows"], jnp.bfloat16)
-  x = quantize.fake_fp8(jnp.asarray(v["gemm.input"])).astype(jnp.float32)
+  x = quantize.fake_fp8(v["gemm.input"]).astype(jnp.float32)
   exact = lambda w: jnp.dot(x, w.T, precision=jax.lax.Precision.HIGHEST).astype(jnp.bfloat16)
-  ours["gemm.fp8_out"] = exact(dequantize(v["weight_fp8.weight"], v["weight_fp8.scale"]))
-  ours["gemm.fp4_out"] = exact(dequantize(v["gemm.fp4_weight"], v["gemm.fp4_scale"]))
-  return {k: np.asarray(x) for k, x in ours.items()}, {k: v[k] for k in ours}
+  ours["gemm.fp8_out"] = exact(weight("weight_fp8.weight", "weight_fp8.scale"))
+  ours["gemm.fp4_out"] = exact(weight("gemm.fp4_weight", "gemm.fp4_scale"))
+  return {k: np.asarray(x) for k, x in ours.items()}, {k: recorded[k] for k in ours}
 
 
 def _blocks(name: str, v, quantizer, encode_scale) -> dict[str, jax.Array]:
-  values, scale = quantizer(jnp.asarray(v[f"{name}.input"]))
+  values, scale = quantizer(v[f"{name}.input"])
   dequantized = quantize.dequantize(values, scale).astype(jnp.bfloat16)
   out = {f"{name}.scales": encode_scale(scale), f"{name}.dequant": dequantized}
   if f"{name}.codes" in v:

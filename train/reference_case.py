@@ -7,6 +7,7 @@ A case is a folder with config.json, weights.safetensors and outputs*.safetensor
 import dataclasses
 import json
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +128,7 @@ def run_case(case: Case, *, site_by_site: bool) -> dict[str, np.ndarray]:
       recorded = fed.get(name)
       return value if recorded is None else _put(name, recorded, value, len(ids_BS))
 
-    output = Model(case.cfg, tap=tap).apply(variables, layout)
+    output: Any = Model(case.cfg, tap=tap).apply(variables, layout)
     ours["logits"] = logits(output)
     return ours
 

@@ -24,7 +24,9 @@ def main(argv: list[str]) -> int:
                       help="a case, or a folder of cases")  # fmt: skip
   parser.add_argument("--numerics", choices=sorted(NUMERICS), action="append",
                       help="may be given more than once; default fp32 and fp32_qat")  # fmt: skip
-  parser.add_argument("--output", type=pathlib.Path, metavar="F.json", help="also write the numbers")
+  parser.add_argument(
+    "--output", type=pathlib.Path, metavar="F.json", help="also write the numbers"
+  )
   arguments = parser.parse_args(argv)
   numerics = arguments.numerics or ["fp32", "fp32_qat"]
   try:
@@ -42,7 +44,9 @@ def main(argv: list[str]) -> int:
 def _cases(folder: pathlib.Path) -> list[pathlib.Path]:
   if not folder.is_dir():
     raise CaseError(f"--reference {folder} is not a folder.")
-  is_case = lambda path: (path / "config.json").is_file() or (path / "vectors.safetensors").is_file()
+  is_case = lambda path: (
+    (path / "config.json").is_file() or (path / "vectors.safetensors").is_file()
+  )
   cases = [folder] if is_case(folder) else sorted(p for p in folder.iterdir() if is_case(p))
   if not cases:
     raise CaseError(

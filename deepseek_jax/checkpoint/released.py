@@ -5,7 +5,6 @@ own. `released` below holds `{layer}` and `{expert}` where our tree has a layer 
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -91,7 +90,7 @@ def released_parameter(path: str, shape: tuple[int, ...]) -> ReleasedParameter:
   if path in _GLOBAL:
     name, turn = _GLOBAL[path]
     return ReleasedParameter(path, (name,), turn)
-  layer, rest = re.fullmatch(r"layer_(\d+)/(.+)", path).groups()
+  layer, rest = path.removeprefix("layer_").split("/", 1)
   name, turn = _LAYER[rest]
   name = f"layers.{layer}.{name}"
   names = tuple(name.format(expert=e) for e in range(shape[0])) if turn == "experts" else (name,)
@@ -144,14 +143,14 @@ def load_released(
   def leaf(key_path, target) -> np.ndarray:
     path = "/".join(key.key for key in key_path[1:])
     entry = released_parameter(path, target.shape)
-    arrays = [one(name) for name in entry.names]
-    if any(array is None for array in arrays):
+    arrays = [array for name in entry.names if (array := one(name)) is not None]
+    if len(arrays) < len(entry.names):
       return np.zeros(target.shape, np.float32)
     try:
       return _turned(entry.turn, arrays, target.shape)
     except ValueError:
-      found = [array.shape for array in arrays][:1]
-      problems.append(f"misshapen tensor {entry.names[0]}: {found[0]} does not fit {target.shape}")
+      found = arrays[0].shape
+      problems.append(f"misshapen tensor {entry.names[0]}: {found} does not fit {target.shape}")
       return np.zeros(target.shape, np.float32)
 
   tree = jax.tree_util.tree_map_with_path(leaf, abstract)

@@ -59,7 +59,7 @@ class Attention(nn.Module):
     )
 
   def __call__(
-    self, x_BQD: jax.Array, slots: Slots, entries: Entries | None, carry: LayerCarry
+    self, x_BQD: jax.Array, slots: Slots, entries: dict[int, Entries], carry: LayerCarry
   ) -> tuple[jax.Array, LayerCarry, jax.Array]:
     """Returns the output [B, Q, D], the carry with a new choice, and the indexer's KL sum."""
     cfg, spec, a = self.cfg, self.spec, self.cfg.attention
@@ -77,7 +77,7 @@ class Attention(nn.Module):
     teaches = chooses and self.train_indexer
     if chooses:
       index_q, index_weights = self.indexer.queries(x_BQD, qr_BQr, slots)
-      carry = self.indexer.select(index_q, index_weights, slots, entries, carry)
+      carry = self.indexer.select(index_q, index_weights, slots, entries[spec.ratio], carry)
     attended = sparse_attention(
       q_BQHd,
       kv_BQd,

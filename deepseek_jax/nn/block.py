@@ -44,7 +44,6 @@ class Block(nn.Module):
     cfg, spec, tap = self.cfg, self.spec, self.tap
     in_decoder = cfg.decoder_start is not None and spec.layer >= cfg.decoder_start
     slots = around.decoder if in_decoder else around.encoder
-    entries = around.entries.get(spec.ratio)
     site = lambda name, number: HyperConnection(cfg, 2 * spec.layer + number, name=name)
     gain = lambda name: parameters.declare(self, name, parameters.ones, (cfg.dim,), ("embed",))
     norm = lambda x, gain_D: rms_norm(x, gain_D, eps=cfg.norm_eps)
@@ -56,13 +55,13 @@ class Block(nn.Module):
     attention = Attention(cfg, spec, self.train_indexer, tap, name="attn")
     x_BQD = tap("attn_in", norm(collapse(streams, pre), gain("attn_norm")))
     if spec.kind == "full":  # entries come from every encoder slot, also at the decoder's start
-      carry = attention.compress(x_BQD, entries, carry)
+      carry = attention.compress(x_BQD, around.entries[spec.ratio], carry)
     if spec.starts_decoder:
       start = lambda x: jax.vmap(lambda row, slot: row[slot])(x, around.decoder_slots_BT)
       streams, pre, x_BQD = start(streams), start(pre), start(x_BQD)
 
     at_attention = _observed(tap, "hc_attn", site("hc_attn", 0)(streams))
-    y_BQD, carry, kl = attention(x_BQD, slots, entries, carry)
+    y_BQD, carry, kl = attention(x_BQD, slots, around.entries, carry)
     streams = expand(y_BQD, streams, at_attention.post_Xc, at_attention.comb_Xcc)
 
     at_ffn = _observed(tap, "hc_ffn", site("hc_ffn", 1)(streams))

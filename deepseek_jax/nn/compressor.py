@@ -15,7 +15,7 @@ from deepseek_jax.types import Entries
 
 
 class Compressor(nn.Module):
-  """latent_j = RMSNorm(sum_i softmax_i(W_gate x)_i W_kv x_i), the softmax per channel over m tokens.
+  """latent_j = RMSNorm(sum_i softmax_i(W_gate x)_i W_kv x_i), a softmax per channel over m tokens.
 
   Ratio 1 has no gate and runs in the compute dtype; others run in float32 up to the norm.
   Source: model.md section 2.5.

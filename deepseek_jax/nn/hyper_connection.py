@@ -12,7 +12,7 @@ from deepseek_jax.ops.hyper_connection import Mixing, mixing
 
 
 class HyperConnection(nn.Module):
-  """Predicts how a site reads and writes the streams. `site` is 2 layer (attention) or + 1 (FFN)."""
+  """Predicts how a site reads and writes streams. `site` is 2 layer (attention) or + 1 (FFN)."""
 
   cfg: ModelConfig
   site: int

@@ -5,7 +5,6 @@ width, d head width, D width, r query rank.
 """
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
 from deepseek_jax.config import LayerSpec, ModelConfig
@@ -72,9 +71,7 @@ class Indexer(nn.Module):
       block_size=size.pool_block_size,
       scores_bf16=self.cfg.numerics.scores_bf16,
     )
-    visible = op.Visible(
-      entries.exists_BN, slots.entry_begin_BQ[ratio], slots.entry_end_BQ[ratio]
-    )
+    visible = op.Visible(entries.exists_BN, slots.entry_begin_BQ[ratio], slots.entry_end_BQ[ratio])
     q_BQIi = self.tap("indexer.q", self.quantized(q_BQIi))
     keys_BNi = self.tap("indexer.k", self.quantized(carry.index_keys_BNi))
     weights_BQI = self.tap("indexer.head_weights", weights_BQI)

@@ -2,12 +2,15 @@
 
 | role | start | source |
 |---|---|---|
-| matrix, embedding, table, predictor | normal, cfg.init_std (0.02) | ours; model.md 6.2 names it a port's default |
+| matrix, embedding, table | normal, cfg.init_std | ours; model.md 6.2 names 0.02 a port's default |
 | gain (norms, Engram q/k) | 1 | model.md 6.2 |
 | sink, bias | 0 | model.md 6.2 |
-| hc_scale | 0.01 | mHC paper, arXiv 2512.24880 |
-| hc_base | pre +4 on stream (site mod c), -4 elsewhere; post 0; comb 4 I | ours, so that streams differ |
+| hc scale | 0.01 | mHC paper, arXiv 2512.24880 |
+| hc base: pre | +4 on stream (site mod c), else -4 | ours, so that streams differ |
+| hc base: post, comb | 0, 4 I | ours |
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,4 +52,5 @@ def normal(std: float):
 
 def declare(module: nn.Module, name: str, init, shape, axes: tuple[str | None, ...]) -> jax.Array:
   """A float32 parameter with its logical axes (deepseek_jax/sharding.py maps them to the mesh)."""
-  return module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
+  boxed: Any = nn.with_logical_partitioning(init, axes)  # `param` takes the value out of its box
+  return module.param(name, boxed, shape, jnp.float32)

@@ -91,7 +91,9 @@ def decode_e8m0(codes: jax.Array) -> jax.Array:
   """2^(e - 127); e = 0 is the subnormal 2^-127, which the bits of float32 hold as well."""
   codes = codes.astype(jnp.int32)
   normal = jax.lax.bitcast_convert_type(codes << 23, jnp.float32)
-  return jnp.where(codes == 0, jax.lax.bitcast_convert_type(jnp.int32(1 << 22), jnp.float32), normal)
+  return jnp.where(
+    codes == 0, jax.lax.bitcast_convert_type(jnp.int32(1 << 22), jnp.float32), normal
+  )
 
 
 def encode_e2m1(values: jax.Array) -> jax.Array:

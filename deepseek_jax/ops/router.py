@@ -6,7 +6,7 @@ Legend: B rows, Q slots, X tokens, E experts, k experts per token.
 import jax
 import jax.numpy as jnp
 
-# Below this softplus(x) = e^x to float32 precision, and sqrt(softplus) = e^(x/2) has a finite slope.
+# Below this softplus(x) = e^x to float32 precision, and e^(x/2), its root, has a finite slope.
 _SMALL = -15.0
 
 
