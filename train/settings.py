@@ -14,11 +14,13 @@ from train.keys import KEYS, convert, flatten, from_text, nest, unknown_key
 
 OVERRIDE = "--config."
 ARGUMENTS = ("--config", "--workdir")
+ALLOW_CHANGE = "--allow-change"  # takes no value
 
 
 class CommandLine(NamedTuple):
   settings: Settings
   workdir: str
+  allow_change: bool = False  # continue a run although it will compute something else
 
 
 class Arguments(NamedTuple):
@@ -27,10 +29,11 @@ class Arguments(NamedTuple):
   values: dict[str, str]  # "--config" and "--workdir", where given
   overrides: dict[str, str]  # dotted key -> text
   problems: list[str]
+  flags: set[str]  # "--allow-change", where given
 
 
 def parse(argv: Sequence[str], *, devices: int) -> CommandLine:
-  """What `--config FILE[:variant] --workdir DIR [--config.key=value ...]` asks for.
+  """What `--config FILE[:variant] --workdir DIR [--allow-change] [--config.key=value ...]` means.
 
   Args:
     argv: without the program and the verb.
@@ -50,7 +53,9 @@ def parse(argv: Sequence[str], *, devices: int) -> CommandLine:
     problems += checks.problems(settings, devices=devices)
   if settings is None or problems:
     raise UsageError(problems)
-  return CommandLine(settings, arguments.values["--workdir"])
+  return CommandLine(
+    settings, arguments.values["--workdir"], allow_change=ALLOW_CHANGE in arguments.flags
+  )
 
 
 def split(argv: Sequence[str]) -> Arguments:
@@ -59,13 +64,16 @@ def split(argv: Sequence[str]) -> Arguments:
   ml_collections.config_flags would do this too, but it stops at the first problem, and shows a
   traceback for an unknown key.
   """
-  arguments = Arguments({}, {}, [])
+  arguments = Arguments({}, {}, [], set())
   words = list(argv)
   while words:
     name, equals, value = words.pop(0).partition("=")
+    if name == ALLOW_CHANGE and not equals:
+      arguments.flags.add(name)
+      continue
     override = name.startswith(OVERRIDE)
     if not override and name not in ARGUMENTS:
-      near = difflib.get_close_matches(name, ARGUMENTS, n=1)
+      near = difflib.get_close_matches(name, (*ARGUMENTS, ALLOW_CHANGE), n=1)
       hint = f"the nearest is {near[0]}" if near else "known are --config, --workdir, --config.KEY"
       arguments.problems.append(f"{name} is not an argument; {hint}.")
       if not equals and words and not words[0].startswith("--"):
@@ -132,9 +140,14 @@ def help_text(verb: str) -> str:
   defaults = flatten(dataclasses.asdict(Settings()))
   rows = [f"  {key} = {_short(defaults[key])}  ({unit})" for key, unit in UNITS.items()]
   usage = (
-    f"python -m train {verb} --config FILE.py[:variant] --workdir DIR [--config.KEY=VALUE ...]"
+    f"python -m train {verb} --config FILE.py[:variant] --workdir DIR [--allow-change] "
+    "[--config.KEY=VALUE ...]"
   )
-  return "\n".join([usage, "", "KEY = default  (unit)", *rows])
+  meaning = (
+    "--allow-change  continue the run in DIR although its configuration has changed in a way that "
+    "changes results"
+  )
+  return "\n".join([usage, "", meaning, "", "KEY = default  (unit)", *rows])
 
 
 def _short(value: Any) -> str:

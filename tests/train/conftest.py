@@ -1,0 +1,105 @@
+"""Runs of the smallest configuration on a little text, in this process or in one of their own."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from data.prepare.run import PrepareRequest, prepare
+from train import settings
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SLOTS, VOCAB = 64, 300
+TIMING = ("tokens_per_second", "step_seconds", "data_wait_seconds", "mfu")
+PATIENCE = 300  # seconds for a process that compiles on a busy machine
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory):
+  """Documents of words that follow one another by a rule; a quarter of them is held out."""
+  text = tmp_path_factory.mktemp("text")
+  words = ["expert", "router", "stream", "entry", "window", "query", "layer", "token", "slot"]
+  for number in range(16):
+    chosen = [words[(number + 3 * i * i + i // 7) % len(words)] for i in range(400)]
+    (text / f"{number}.txt").write_text(" ".join(chosen))
+  request = PrepareRequest(
+    source=f"folder:{text}", tokenizer=f"train:{VOCAB}", slots=SLOTS, validation_share=0.25
+  )
+  return prepare(request, tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.fixture(scope="session")
+def runs(prepared):
+  return Runs(prepared.folder)
+
+
+@pytest.fixture(scope="session")
+def one_device():
+  return jax.devices()[:1]
+
+
+class Runs:
+  """Starts runs and reads what they left; keywords are configuration keys with __ for the dot."""
+
+  def __init__(self, data: pathlib.Path):
+    self.data = data
+
+  def argv(self, workdir, **changes):
+    fixed = {"data.paths": self.data, "model.vocab": VOCAB, "model.engram.compressed_vocab": VOCAB}
+    given = {name.replace("__", "."): value for name, value in changes.items()}
+    words = [f"--config.{name}={value}" for name, value in (fixed | given).items()]
+    return [f"--config={ROOT}/configs/nano.py", f"--workdir={workdir}", *words]
+
+  def command(self, workdir, *, devices=1, **changes):
+    return settings.parse(self.argv(workdir, **changes), devices=devices)
+
+  def start(self, workdir, *words, inside=(), **changes):
+    """A process on one device, in a group of its own, started by the command `inside`."""
+    environment = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=1")
+    with open(self._output(workdir), "w") as output:
+      return subprocess.Popen(
+        [
+          *inside,
+          sys.executable,
+          "-m",
+          "train",
+          "pretrain",
+          *self.argv(workdir, **changes),
+          *words,
+        ],
+        cwd=ROOT,
+        env=environment,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+      )
+
+  def finish(self, workdir, *words, **options):
+    """Exit code and output of a process that runs to its end."""
+    code = self.start(workdir, *words, **options).wait(PATIENCE)
+    return code, self.output(workdir)
+
+  def output(self, workdir):
+    return self._output(workdir).read_text()
+
+  def lines(self, workdir):
+    """The lines of metrics.jsonl, without what a clock decides."""
+    found = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMING} for line in found]
+
+  def wait_for_step(self, workdir, step, process):
+    """Returns as soon as the step has its line."""
+    deadline = time.monotonic() + PATIENCE
+    path = workdir / "metrics.jsonl"
+    while not path.exists() or path.read_bytes().count(b"\n") < step:
+      assert process.poll() is None, self.output(workdir)
+      assert time.monotonic() < deadline
+      time.sleep(0.002)
+
+  def _output(self, workdir):
+    return workdir.with_name(f"{workdir.name}.output")

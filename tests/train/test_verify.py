@@ -1,0 +1,157 @@
+"""`python -m train verify` on the stored reference cases, and what it says when they do not fit."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from deepseek_jax.checkpoint.safetensors_file import read_safetensors
+from train import verify
+from train.errors import Exit
+
+REFERENCE = pathlib.Path(__file__).resolve().parents[1] / "reference"
+BACKBONE = ("minimal_csa2", "candidate_pool", "engram", "image_span")
+
+
+def run(case, *arguments):
+  return verify.main(["--reference", str(case), *arguments])
+
+
+@pytest.fixture
+def copied(tmp_path):
+  """A case that a test may damage: a function (name, changed tensors) -> folder."""
+
+  def copy(name, change=lambda tensors: None):
+    folder = shutil.copytree(REFERENCE / name, tmp_path / name)
+    tensors = read_safetensors(folder / "weights.safetensors")
+    change(tensors)
+    wide = {name: np.ascontiguousarray(x, np.float32) for name, x in tensors.items()}
+    save_file(wide, folder / "weights.safetensors")
+    return folder
+
+  return copy
+
+
+@pytest.mark.parametrize("case", BACKBONE)
+def test_our_forward_matches_the_reference_in_float32(case, tmp_path):
+  assert run(REFERENCE / case, "--output", str(tmp_path / "out.json")) == Exit.DONE
+  report = json.loads((tmp_path / "out.json").read_text())
+  assert list(report["numerics"]) == ["fp32", "fp32_qat"]
+  for numerics in report["numerics"].values():
+    traces = numerics[case]
+    floats = [t for name, t in traces.items() if name != "logits" and t["relative"] is not None]
+    assert len(floats) > 20
+    assert max(t["relative"] for t in floats) <= 2e-5
+    for name, trace in traces.items():
+      if name.endswith((".topk", ".router_experts", ".rows", ".candidates")):
+        assert trace["identical"], name
+  assert any(name.endswith(".topk") for name in traces)
+
+
+def test_number_vectors_are_equal_byte_for_byte(tmp_path):
+  assert run(REFERENCE / "quant_vectors", "--output", str(tmp_path / "out.json")) == Exit.DONE
+  vectors = json.loads((tmp_path / "out.json").read_text())["cases"]["quant_vectors"]
+  assert len(vectors) > 20
+  assert all(
+    v["identical"] for name, v in vectors.items() if "gemm" not in name and name != "logits"
+  )
+
+
+@pytest.mark.slow
+def test_quantized_weights_and_activations_match_the_reference():
+  numerics = ["fp32", "fp32_qat", "fp32_actqat"]
+  arguments = [word for n in numerics for word in ("--numerics", n)]
+  assert run(REFERENCE / "quantized_model", *arguments) == Exit.DONE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*BACKBONE, "quantized_model"])
+def test_sites_fed_with_recorded_inputs_match_in_bfloat16(case, capsys):
+  assert run(REFERENCE / case, "--numerics", "bf16") == Exit.DONE
+  compared = int(capsys.readouterr().out.split(" traces of 1 cases compared")[0].split()[-1])
+  assert compared > 25
+
+
+def test_the_report_has_the_promised_structure_and_is_strict_json(tmp_path):
+  output = tmp_path / "out.json"
+  numerics = ("--numerics", "fp32", "--output", str(output))
+  assert run(REFERENCE / "minimal_csa2", *numerics) == Exit.DONE
+  refuse = lambda name: pytest.fail(f"{name} is no JSON")
+  report = json.loads(output.read_text(), parse_constant=refuse)
+  assert set(report) == {"cases", "numerics"}
+  traces = report["cases"]["minimal_csa2"]
+  assert set(traces["layers.0.streams"]) == {"max_abs", "relative", "identical"}
+  agreement = {"mean_kl", "p95_kl", "cosine", "top1"}
+  assert set(traces["logits"]) == agreement | {"max_abs", "relative", "identical"}
+  assert traces["logits"]["top1"] == 1 and traces["logits"]["cosine"] == pytest.approx(1)
+  assert abs(traces["logits"]["mean_kl"]) < 1e-9
+
+
+def test_a_changed_weight_is_noticed_and_its_traces_are_named(copied, capsys):
+  def change(tensors):
+    gain = tensors["layers.1.attn.kv_norm.weight"].astype(np.float32)
+    tensors["layers.1.attn.kv_norm.weight"] = gain * 1.01
+
+  folder = copied("minimal_csa2", change)
+  assert run(folder, "--numerics", "fp32") == Exit.CHECK_FAILED
+  out = capsys.readouterr().out
+  failed = [line for line in out.splitlines() if line.startswith("beyond its bound: ")]
+  assert "beyond its bound: minimal_csa2 (fp32) layers.1.attn.window_kv" in failed
+  assert not any(" layers.0." in line for line in failed)
+
+
+def test_missing_unused_and_misshapen_tensors_are_all_named(copied, capsys):
+  def change(tensors):
+    del tensors["layers.0.attn.wq_a.weight"]
+    tensors["layers.0.attn.wq_z.weight"] = np.zeros((2, 2), np.float32)
+    tensors["layers.1.attn.compressor.wgate.weight"] = np.zeros((3, 5), np.float32)
+
+  folder = copied("minimal_csa2", change)
+  assert run(folder) == Exit.USAGE
+  error = capsys.readouterr().err
+  assert "missing tensor layers.0.attn.wq_a.weight" in error
+  assert "unused tensor layers.0.attn.wq_z.weight" in error
+  assert "misshapen tensor layers.1.attn.compressor.wgate.weight: (3, 5) does not fit" in error
+  assert error.count("\n") == 1 and "Traceback" not in error
+
+
+def test_a_folder_of_cases_is_taken_whole_and_cases_of_other_parts_are_named(tmp_path, capsys):
+  """Traces of the decode path make a case that we cannot compare yet."""
+  shutil.copytree(REFERENCE / "quant_vectors", tmp_path / "quant_vectors")
+  folder = shutil.copytree(REFERENCE / "minimal_csa2", tmp_path / "later")
+  ids_BS = np.zeros((1, 2), np.int32)
+  save_file({"input_ids": ids_BS, "step.3.attn.o": ids_BS}, folder / "outputs_fp32.safetensors")
+  assert run(tmp_path, "--numerics", "fp32") == Exit.DONE
+  out = capsys.readouterr().out
+  assert "later (fp32): not compared, its traces need decoding, which is not there yet." in out
+  assert "22 traces of 1 cases compared, 0 beyond their bound; 1 not compared." in out
+
+
+@pytest.mark.parametrize(
+  ("prepare", "sentence"),
+  [
+    (lambda f: shutil.rmtree(f), "is not a folder."),
+    (lambda f: [p.unlink() for p in f.iterdir()], "holds no case"),
+    (lambda f: (f / "weights.safetensors").unlink(), "it has no weights.safetensors."),
+    (lambda f: (f / "weights.safetensors").write_bytes(b"no"), "not a readable safetensors file"),
+    (lambda f: [p.unlink() for p in f.glob("outputs*")], "has no outputs for --numerics"),
+    (lambda f: (f / "config.json").write_text("{}"), "config.json lacks the key"),
+  ],
+)  # fmt: skip
+def test_a_case_that_cannot_be_read_is_one_sentence(prepare, sentence, copied, capsys):
+  folder = copied("minimal_csa2")
+  prepare(folder)
+  assert run(folder) == Exit.USAGE
+  error = capsys.readouterr().err
+  assert sentence in error and error.count("\n") == 1
+
+
+def test_unknown_numerics_are_refused_with_the_known_ones(capsys):
+  with pytest.raises(SystemExit) as stopped:
+    run(REFERENCE, "--numerics", "fp16")
+  assert stopped.value.code == Exit.USAGE
+  error = capsys.readouterr().err
+  assert "fp16" in error and "fp32_qat" in error

@@ -1,0 +1,133 @@
+"""The training loop that runs; train/minimal.py is the same step to be read.
+
+The device never waits for the host: while it works on step n, the host writes the line of step
+n - 1 and fetches the batch of step n + 1. Only at a boundary (validation, checkpoint, end of a
+profile, a request to stop) the host waits for step n itself: the next step consumes the state.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from configs.schema import Settings
+from data.errors import DataError
+from data.pipeline import Batch, Pipeline
+from deepseek_jax.checkpoint import CheckpointError, Checkpoints
+from deepseek_jax.layout import Layout
+from deepseek_jax.step import TrainState
+from train.errors import Exit
+from train.evaluate_loss import Validation
+from train.metrics import MetricsWriter
+from train.profile_window import ProfileWindow
+from train.signals import StopSignal
+from train.step_record import InFlight, StepRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """What the loop works with."""
+
+  settings: Settings
+  step: Callable[[TrainState, Layout], tuple[TrainState, dict[str, jax.Array]]]  # compiled
+  place: Callable[[Layout], Layout]
+  pipeline: Pipeline
+  validation: Validation | None
+  checkpoints: Checkpoints
+  record: StepRecord
+  writer: MetricsWriter
+  profile: ProfileWindow
+  stop: StopSignal
+
+
+def train(run: Run, state: TrainState, first_step: int) -> Exit:
+  """Takes the steps first_step ... total_steps and saves the last one.
+
+  Args:
+    run: what to work with; its pipeline stands at first_step.
+    state: after step first_step - 1; consumed.
+    first_step: steps count from 1.
+
+  Returns: Exit.DONE, or Exit.PREEMPTED after a request to stop.
+  Raises: DataError, NotFinite, CheckpointError; the lines of the steps before are written.
+  """
+  total = run.settings.total_steps
+  in_flight: InFlight | None = None
+  for step in range(first_step, total + 1):
+    run.profile.before(step)
+    try:
+      batch, data_wait = _next_batch(run)
+    except DataError:
+      _write(run, in_flight)
+      raise
+    started = time.monotonic()
+    with jax.profiler.StepTraceAnnotation("train", step_num=step):
+      state, metrics = run.step(state, run.place(batch.layout))
+
+    _write(run, in_flight)
+    in_flight = InFlight(step, metrics, batch.records, started, data_wait)
+    run.checkpoints.poll()
+    stopping = run.stop.requested
+    if _is_boundary(run, step, stopping):
+      _write(run, in_flight, state)
+      in_flight = None
+      if run.profile.ends_with(step):
+        run.profile.close()
+      if step == total or stopping or step % run.settings.checkpoint.every_steps == 0:
+        _save(run, step, state)
+    if stopping and step < total:
+      break
+  _finish_saving(run, step)
+  return Exit.DONE if step == total else Exit.PREEMPTED
+
+
+def state_items(state: TrainState) -> dict[str, Any]:
+  """The arrays of a checkpoint by item; the counters of a state are JSON beside them."""
+  return {"params": state.params, "optimizer": state.opt_state, "router": state.balance}
+
+
+def _next_batch(run: Run) -> tuple[Batch, float]:
+  began = time.monotonic()
+  batch = next(run.pipeline)
+  return batch, time.monotonic() - began
+
+
+def _is_boundary(run: Run, step: int, stopping: bool) -> bool:
+  return (
+    stopping
+    or step == run.settings.total_steps
+    or step % run.settings.checkpoint.every_steps == 0
+    or _validates(run, step)
+    or run.profile.ends_with(step)
+  )
+
+
+def _validates(run: Run, step: int) -> bool:
+  every = run.settings.validation.every_steps
+  return run.validation is not None and (step % every == 0 or step == run.settings.total_steps)
+
+
+def _write(run: Run, done: InFlight | None, state: TrainState | None = None) -> None:
+  """The line of a step, with its validation where `state` is the one after it."""
+  if done is None:
+    return
+  values = run.record.read(done, run.pipeline.damaged)
+  if state is not None and run.validation is not None and _validates(run, done.step):
+    values |= run.validation.measure(state)
+    if done.step == run.settings.total_steps:
+      values |= run.validation.baseline(done.step, run.record.counts.tokens)
+  run.writer.write(done.step, values)
+  run.record.check()
+
+
+def _save(run: Run, step: int, state: TrainState) -> None:
+  counts = run.record.counts._asdict()
+  run.checkpoints.save(step, state_items(state), run.pipeline.state(), counts)
+
+
+def _finish_saving(run: Run, step: int) -> None:
+  newest = run.checkpoints.wait()
+  if newest != step:
+    raise CheckpointError(f"Step {step} could not be saved; the newest checkpoint is {newest}.")

@@ -1,0 +1,110 @@
+"""What a run compiles, described by shapes before any array exists. Legend: X tokens."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from configs.schema import Settings
+from deepseek_jax.layout import Layout
+from deepseek_jax.model import Model
+from deepseek_jax.objective.denominators import count
+from deepseek_jax.objective.pretrain import make_loss_fn
+from deepseek_jax.ops.cross_entropy import linear_token_nll
+from deepseek_jax.optim.adamw import make_optimizer
+from deepseek_jax.optim.schedule import learning_rate
+from deepseek_jax.sharding import state_shardings
+from deepseek_jax.step import TrainState, init_state, make_train_step
+from deepseek_jax.types import ModelOutput
+from train.batches import abstract_batch, empty_row
+
+
+class Programs(NamedTuple):
+  """Shapes carry the shardings of the mesh; call and compile under `jax.set_mesh` of it."""
+
+  abstract_state: TrainState
+  abstract_batch: Layout
+  create: Callable[[], TrainState]  # random weights, the same on every mesh
+  step: Any  # jitted (state, batch) -> (state, metrics); consumes the state
+  evaluate: Callable[[Any, Any, Layout], tuple[jax.Array, jax.Array]]  # see `loss_sums`
+
+
+def build_programs(settings: Settings, mesh: Mesh) -> Programs:
+  """The programs of pretraining; nothing is compiled yet and no array is allocated."""
+  model = Model(settings.model, train_indexer=settings.objective.indexer != "off")
+  optimizer = make_optimizer(settings.optim, settings.total_steps)
+  row, key = empty_row(settings), jax.random.key(settings.seed)
+
+  init = jax.jit(model.init)  # so that it is traced once, for its shapes and inside `create`
+
+  def create() -> TrainState:
+    variables = nn.unbox(init(key, row))
+    return init_state(variables["params"], variables["balance"], optimizer)
+
+  boxed, shapes = jax.eval_shape(init, key, row), jax.eval_shape(create)
+  shardings = _shardings(boxed, shapes, optimizer, mesh)
+  step = make_train_step(
+    make_loss_fn(_apply(model), settings.objective, settings.model.numerics.compute_dtype),
+    lambda layout: count(layout, settings.model),
+    optimizer,
+    learning_rate(settings.optim, settings.total_steps),
+    bias_speed=settings.optim.bias_speed,
+    micro_batches=settings.accumulation,
+    state_shardings=shardings,
+  )
+  return Programs(
+    abstract_state=jax.tree.map(_struct, shapes, shardings),
+    abstract_batch=abstract_batch(settings, mesh),
+    create=jax.jit(create, out_shardings=shardings),
+    step=step,
+    evaluate=jax.jit(loss_sums(settings)),
+  )
+
+
+def loss_sums(settings: Settings) -> Callable:
+  """(params, balance, layout) -> float32 scalars: nats and loss weights, summed over the layout."""
+  apply = _apply(Model(settings.model))
+
+  def evaluate(params: Any, balance: Any, layout: Layout) -> tuple[jax.Array, jax.Array]:
+    output = apply({"params": params, "balance": balance}, layout)
+    nll_X = linear_token_nll(
+      output.hidden_BTD.reshape(-1, settings.model.dim),
+      output.head_VD,
+      layout.targets.reshape(-1),
+      chunk_tokens=settings.objective.vocab_chunk_tokens,
+      compute_dtype=settings.model.numerics.compute_dtype,
+    )
+    return jnp.sum(layout.weights.reshape(-1) * nll_X), jnp.sum(layout.weights)
+
+  return evaluate
+
+
+def _apply(model: Model) -> Callable[..., ModelOutput]:
+  """`model.apply`, whose declared type has the mutable collections that we do not use."""
+  return cast(Callable[..., ModelOutput], model.apply)
+
+
+def _shardings(
+  boxed: Any, shapes: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+  """Moments lie on the mesh like their parameters; counters are replicated."""
+  variables = state_shardings(boxed, mesh)
+  everywhere = NamedSharding(mesh, PartitionSpec())
+  opt_state = optax.tree.map_params(
+    optimizer,
+    lambda _, sharding: sharding,
+    shapes.opt_state,
+    variables["params"],
+    transform_non_params=lambda _: everywhere,
+  )
+  return TrainState._make(
+    (everywhere, variables["params"], variables["balance"], opt_state, everywhere)
+  )
+
+
+def _struct(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
