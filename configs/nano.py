@@ -15,6 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
   """The configuration. `data.paths` is empty: a run names its own."""
   c = base.get_config()
   model = c.model
+  model.numerics.compute_dtype = "float32"
   model.update(vocab=256, dim=32, streams=2, decoder_start=3, sinkhorn_iterations=4)
   model.update(compress_ratios=(0, 2, 2, 1, 1), kv_sources=(1, 3), index_sources=(1, 3, 4))
   model.attention.update(heads=2, head_dim=32, rope_dim=8, q_rank=16, o_rank=8, o_groups=2)

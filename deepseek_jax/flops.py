@@ -14,7 +14,7 @@ from deepseek_jax.config import LayerSpec, ModelConfig
 
 Mode = Literal["train", "prefill", "decode"]
 
-# Dense bfloat16 FLOP/s by jax.Device.device_kind. Source: design.md section 5. JAX shows an
+# Dense bfloat16 FLOP/s by jax.Device.device_kind. Source: the vendors' data sheets. JAX shows an
 # Ironwood chip (2307 TFLOP/s) as two devices.
 _PEAKS = {
   "NVIDIA H200": 989e12,

@@ -58,12 +58,3 @@ def test_equal_groups_of_the_release_are_stacked(released):
   assert groups == {"layers_2_13", "layers_24_39"}
   assert released["params", "layers_24_39", "layer_0", "attn", "indexer", "wq_b"][0] == 4
   assert released["params", "layers_2_13", "layer_5", "moe", "experts", "w1"][:2] == (2, 384)
-
-
-def test_the_unrolled_model_has_the_same_parameters_layer_by_layer(released):
-  unrolled = shapes(flash(scan_layers=False))
-  assert count(unrolled) == count(released)
-  indexers = {path[1] for path in unrolled if "indexer" in path}
-  assert indexers == {f"layer_{n}" for n in (2, 8, 14, 20, 24, 28, 32, 36)}
-  keys = {path[1] for path in unrolled if path[-1] == "wk"}
-  assert keys == {f"layer_{n}" for n in (2, 8, 14, 20)}

@@ -13,11 +13,10 @@ from configs import nano
 from deepseek_jax.config import ModelConfig, NumericsConfig
 from deepseek_jax.layout import Document, build_layout, stack_layouts
 from deepseek_jax.model import Model, logits
-from deepseek_jax.ngram import NgramHash, hash_primes
 from deepseek_jax.types import LayerAux
 
 SMALL = ModelConfig.from_dict(nano.get_config().model.to_dict())
-# Two equal groups of the encoder, a decoder source with Engram, two equal groups behind it.
+# Two equal groups of the encoder, the decoder's source, two equal groups behind it.
 SCANNED = dataclasses.replace(
   SMALL,
   compress_ratios=(2, 2, 2, 2, 1, 1, 1),
@@ -25,9 +24,7 @@ SCANNED = dataclasses.replace(
   index_sources=(0, 2, 4, 5, 6),
   decoder_start=4,
   indexer=dataclasses.replace(SMALL.indexer, pool_source=4),
-  engram=dataclasses.replace(
-    SMALL.engram, layers=(4,), table_rows=(sum(hash_primes(1, 4, 101)[0]),)
-  ),
+  engram=dataclasses.replace(SMALL.engram, layers=(), table_rows=()),
   numerics=NumericsConfig(compute_dtype="float32", window_fp8=False),
 )
 UNROLLED = dataclasses.replace(SCANNED, scan_layers=False, remat="none")
@@ -38,15 +35,12 @@ FAST_COMPILE = {"xla_backend_optimization_level": 0}
 @pytest.fixture(scope="module")
 def layout():
   """Documents long enough for top-k and the pool to bind, a lone token, and a row of padding."""
-  hashing = NgramHash(SCANNED.engram, np.arange(SCANNED.vocab, dtype=np.int32))
   rng = np.random.default_rng(0)
   rows = [
     [Document(rng.integers(0, SCANNED.vocab, n)) for n in lengths]
     for lengths in ((3, 26, 1), (32,), ())
   ]
-  return stack_layouts(
-    [build_layout(row, slots=32, ratios=(1, 2), hashing=hashing) for row in rows]
-  )
+  return stack_layouts([build_layout(row, slots=32, ratios=(1, 2)) for row in rows])
 
 
 @pytest.fixture(scope="module")

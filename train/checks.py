@@ -136,9 +136,9 @@ def _optim_problems(settings: Settings) -> Iterator[str]:
   for name in ("beta1", "beta2"):
     if not 0 <= getattr(optim, name) < 1:
       yield f"optim.{name} must be at least 0 and less than 1, got {getattr(optim, name)}."
-  if optim.warmup_steps > settings.total_steps:
+  if optim.warmup_steps >= settings.total_steps:
     yield (
-      f"optim.warmup_steps ({optim.warmup_steps}) must not exceed total_steps "
+      f"optim.warmup_steps ({optim.warmup_steps}) must be below total_steps "
       f"({settings.total_steps})."
     )
   if optim.final_lr > optim.peak_lr:

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 import jax
@@ -65,6 +66,7 @@ def pretrain(command: CommandLine, devices: Sequence) -> Exit:
       command.workdir, settings, allow_change=command.allow_change, report=say
     )
     stack.callback(folder.close)
+    keep_compiled(folder)
     stop = stack.enter_context(StopSignal(say))
     mesh = make_mesh(settings.mesh, devices)
     stack.enter_context(jax.set_mesh(mesh))
@@ -81,8 +83,8 @@ def pretrain(command: CommandLine, devices: Sequence) -> Exit:
     say(describe(settings, mesh))
     say(f"Continuing after step {step:,}." if state else "Starting from random weights.")
 
-    compiled = compile_step(programs)
-    state = state or programs.create()
+    compiled, created = compile_programs(programs, fresh=state is None)
+    state = state or created
     profile = ProfileWindow(settings.profile, folder.profiles, say)
     stack.callback(profile.close)
     writer = stack.enter_context(open_metrics(folder, settings, step))
@@ -175,12 +177,26 @@ def restore(
   return restored.step, state, counts
 
 
-def compile_step(programs: Programs) -> Callable:
-  """The step, compiled ahead of its first call so that no metric contains the compilation."""
+def compile_programs(programs: Programs, *, fresh: bool) -> tuple[Callable, TrainState | None]:
+  """The step, compiled ahead of its first call so that no metric contains it; a new state if asked.
+
+  Initial weights are made while the step compiles: their random numbers take long to compile too.
+  """
   began = time.monotonic()
-  compiled = programs.step.lower(programs.abstract_state, programs.abstract_batch).compile()
-  say(f"Compiled the step in {time.monotonic() - began:.1f} s.")
-  return compiled
+  step = programs.step.lower(programs.abstract_state, programs.abstract_batch)
+  create = programs.create.lower() if fresh else None
+  with ThreadPoolExecutor(max_workers=1) as other:
+    compiling = other.submit(step.compile)
+    state = create.compile()() if create else None
+    compiled = compiling.result()
+  say(f"Compiled in {time.monotonic() - began:.1f} s.")
+  return compiled, state
+
+
+def keep_compiled(folder: RunFolder) -> None:
+  """Compiled programs stay in the run folder, unless JAX_COMPILATION_CACHE_DIR names another."""
+  if jax.config.jax_compilation_cache_dir is None:
+    jax.config.update("jax_compilation_cache_dir", str(folder.path / "compilation_cache"))
 
 
 def open_metrics(folder: RunFolder, settings: Settings, step: int) -> MetricsWriter:

@@ -28,7 +28,7 @@ class Programs(NamedTuple):
 
   abstract_state: TrainState
   abstract_batch: Layout
-  create: Callable[[], TrainState]  # random weights, the same on every mesh
+  create: Any  # jitted, () -> state: random weights, the same on every mesh
   step: Any  # jitted (state, batch) -> (state, metrics); consumes the state
   evaluate: Callable[[Any, Any, Layout], tuple[jax.Array, jax.Array]]  # see `loss_sums`
 

@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from data.errors import RequestError
 
-# The release's names (model.md, tokens), at its ids 0, 1, 2.
+# The release's names (model.md section 4.1), at its ids 0, 1, 2.
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 SMALLEST_VOCAB = 256 + 3  # every byte, and the three above
 

@@ -4,17 +4,20 @@ A step is a folder with one Orbax PyTree item per state item and one JSON item p
 Orbax writes into `<step>.orbax-checkpoint-tmp` and commits by renaming it.
 """
 
+import asyncio
 import logging
 import math
 import os
 import pathlib
 import re
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint._src import asyncio_utils  # private: see _run_to_the_last_task
 
 from deepseek_jax.checkpoint import names
 from deepseek_jax.checkpoint.errors import CheckpointError
@@ -30,7 +33,8 @@ class Storage:
 
   def __init__(self) -> None:
     logging.getLogger("absl").addFilter(_is_news)
-    handler = ocp.CompositeCheckpointHandler(handler_registry=_handlers(RESTORE_BYTES))
+    asyncio_utils.run_sync = _run_to_the_last_task
+    handler = _Items(handler_registry=_handlers(RESTORE_BYTES))
     self._writer = ocp.AsyncCheckpointer(handler, timeout_secs=COMMIT_TIMEOUT)
 
   def start_save(self, path: pathlib.Path, items: dict, documents: dict[str, dict]) -> None:
@@ -38,18 +42,75 @@ class Storage:
     arrays = {name: names.to_nested(item) for name, item in items.items() if jax.tree.leaves(item)}
     self._writer.save(
       path,
-      args=ocp.args.Composite(
+      args=_ItemsArgs(
         **{name: ocp.args.PyTreeSave(item) for name, item in arrays.items()},
         **{name: ocp.args.JsonSave(document) for name, document in documents.items()},
       ),
     )
 
   def wait(self) -> None:
-    """Returns when the save in flight is committed. Raises whatever stopped it."""
+    """Returns when the save in flight is committed. Raises whatever stopped it, and then nothing
+    writes into the step's folder any more.
+    """
     self._writer.wait_until_finished()
 
   def close(self) -> None:
     self._writer.close()
+
+
+class _AllOf:
+  """An Orbax future that ends after all of several, with the error of the first that failed."""
+
+  def __init__(self, futures: Sequence[Any]) -> None:
+    self._futures = futures
+
+  def result(self, timeout: float | None = None) -> None:
+    first = None
+    for future in self._futures:
+      try:
+        future.result(timeout=timeout)
+      except SAVE_ERRORS as error:
+        first = first or error
+    if first:
+      raise first
+
+  def cancel(self) -> None:
+    for future in self._futures:
+      future.cancel()
+
+
+class _Items(ocp.CompositeCheckpointHandler):
+  """Orbax reports the first item that fails while the others still write; this waits for them."""
+
+  async def async_save(self, *args: Any, **kwargs: Any) -> list[Any]:
+    return [_AllOf(await super().async_save(*args, **kwargs) or ())]
+
+
+@ocp.args.register_with_handler(_Items, for_save=True, for_restore=True)
+class _ItemsArgs(ocp.args.Composite):
+  """The arguments of _Items; Orbax wants a class for each handler."""
+
+
+_orbax_run_sync = asyncio_utils.run_sync
+
+
+def _run_to_the_last_task(coroutine: Coroutine) -> Any:
+  """Orbax's run_sync, except that a failed coroutine's event loop closes after its other tasks.
+
+  Orbax (0.12.8, without an option) closes it at the first write that fails. TensorStore goes on
+  with the others: each ends in a traceback about the closed loop, and they write while the step's
+  folder is being removed.
+  """
+
+  async def to_the_last_task() -> Any:
+    try:
+      return await coroutine
+    except BaseException:
+      while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+      raise
+
+  return _orbax_run_sync(to_the_last_task())
 
 
 def read_document(path: pathlib.Path, name: str) -> dict:

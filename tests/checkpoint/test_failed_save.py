@@ -1,8 +1,14 @@
-"""A save that fails is noticed, leaves nothing behind, and older steps stay good."""
+"""A save that fails is noticed, leaves nothing behind, and older steps stay good.
+
+The process whose output a test reads is this file: `python tests/checkpoint/test_failed_save.py F`.
+"""
 
 import contextlib
+import os
+import pathlib
 import resource
 import subprocess
+import sys
 import time
 
 import jax
@@ -12,6 +18,7 @@ import pytest
 
 from deepseek_jax.checkpoint import CheckpointError, Checkpoints
 
+ROOT = pathlib.Path(__file__).parents[2]
 ON_ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 SMALL, LARGE = 1 << 10, 1 << 21  # float32 numbers
 
@@ -59,6 +66,32 @@ def test_a_failed_save_stops_the_run_in_one_sentence_and_older_steps_survive(tmp
     checkpoints.restore(abstract(SMALL)).items["params"]["w"], items(SMALL)["params"]["w"]
   )
   checkpoints.close()
+
+
+def fail_with_many_writes_in_flight(folder):
+  """Saves items of many arrays, so that most writes are under way when the first of them fails."""
+  arrays = {f"w{n}": jax.random.normal(jax.random.key(n), (1 << 16,)) for n in range(100)}
+  checkpoints = Checkpoints(folder)
+  with no_file_above(1 << 16):
+    checkpoints.save(1, {"params": arrays, "optimizer": arrays}, data={}, meta={})
+    try:
+      checkpoints.wait()
+    except CheckpointError as error:
+      print(error)
+  checkpoints.close()
+
+
+def test_a_failed_save_prints_no_tracebacks_of_the_writes_beside_it(tmp_path):
+  process = subprocess.run(
+    [sys.executable, __file__, str(tmp_path)],
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert process.stdout.startswith("Checkpoint 1 could not be saved")
+  assert len(process.stderr.splitlines()) < 20, process.stderr[:2000]
+  assert list(tmp_path.iterdir()) == []
 
 
 def test_with_continue_the_next_save_tries_again(tmp_path):
@@ -113,3 +146,7 @@ def test_a_full_disk_is_named_with_the_space_it_has(tmp_path):
     checkpoints.close()
   finally:
     subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+if __name__ == "__main__":
+  fail_with_many_writes_in_flight(pathlib.Path(sys.argv[1]))

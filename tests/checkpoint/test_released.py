@@ -131,7 +131,9 @@ def test_every_parameter_of_the_release_has_a_name():
     names += released_parameter("/".join(k.key for k in path[1:]), leaf.shape).names
   assert len(names) == len(set(names))
   assert "layers.39.ffn.experts.383.w2.weight" in names and "layers.14.engram.embed.weight" in names
-  assert "layers.24.attn.indexer.wk.weight" not in names
+  keys = [name for name in names if name.endswith("indexer.wk.weight")]
+  assert keys == [f"layers.{n}.attn.indexer.wk.weight" for n in (14, 2, 20, 8)]
+  assert sum(name.endswith("indexer.wq_b.weight") for name in names) == 8
   assert sum(name.endswith(("gate.bias", "gate.bias_vl")) for name in names) == 80
 
 

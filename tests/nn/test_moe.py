@@ -95,7 +95,9 @@ def with_bias(variables, **biases):
   return {"params": variables["params"], "balance": variables["balance"] | biases}
 
 
-IS_VISION_BQ = np.array([[False, True, True, False, False, False], [True] * 3 + [False] * 3])
+IS_VISION_BQ = np.array(
+  [[False, True, True, False, False, False], [True] * 2 + [False] * 2 + [True] * 2]
+)
 COUNTS_BQ = np.array([[True] * 6, [True] * 4 + [False] * 2])
 
 

@@ -33,7 +33,8 @@ def leaves(cfg):
   layout = build_layout([Document(np.arange(4))], slots=4, ratios=cfg.ratios)
   shape = (1, 4, len(cfg.engram.layers), cfg.engram.lookups)
   layout = layout._replace(engram_rows=np.zeros(shape, np.int32))
-  variables = nn.unbox(jax.jit(Model(cfg).init)(jax.random.key(0, impl="rbg"), layout))
+  init = jax.jit(Model(cfg).init, compiler_options={"xla_backend_optimization_level": 0})
+  variables = nn.unbox(init(jax.random.key(0, impl="rbg"), layout))
   paths = jax.tree_util.tree_leaves_with_path(variables)
   return {tuple(key.key for key in path): np.asarray(leaf) for path, leaf in paths}
 

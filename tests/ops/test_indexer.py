@@ -20,13 +20,14 @@ ROWS = ((5, 1, 23, 2), (36,))  # lengths of the documents
 
 
 def visible(ratio):
-  """Ranges of packed documents with odd starts: holes between entries, queries that see none."""
+  """Packed documents with odd starts, queries that see nothing, and a hole in every row's range."""
   rows = [
     build_layout([Document(np.arange(n)) for n in row], slots=SLOTS, ratios=(ratio,))
     for row in ROWS
   ]
   layout = stack_layouts(rows)
   exists_BN = layout.entry_slots[ratio][..., -1] >= 0
+  exists_BN[:, 16 // ratio] = False
   return Visible(exists_BN, layout.entry_begin[ratio], layout.entry_end[ratio])
 
 

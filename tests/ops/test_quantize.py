@@ -99,6 +99,6 @@ def test_power_of_two_scales_of_exact_multiples_are_not_bumped():
 def test_a_compiled_program_quantizes_the_bfloat16_number_that_it_says(name):
   """Fused with what comes before it, the quantizer must not see the float32 bits."""
   _, fake, _ = QUANTIZERS[name]
-  x = jax.random.normal(jax.random.key(1), (64, 512), jnp.float32)
-  rounded = lambda x: fake((x * 1.7 + 0.3).astype(jnp.bfloat16))
-  np.testing.assert_array_equal(jax.jit(rounded)(x), rounded(x))
+  x, y = jax.random.normal(jax.random.key(1), (2, 64, 512), jnp.bfloat16)
+  of_product = lambda x, y: fake(x * y)
+  np.testing.assert_array_equal(jax.jit(of_product)(x, y), of_product(x, y))

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from deepseek_jax.layout import Document, build_layout
+from deepseek_jax.ops.indexer import Choice, Visible, select
 from deepseek_jax.ops.sparse_attention import reference, sparse_attention
 
 B, H, D, N, K = 2, 3, 8, 9, 4
@@ -108,6 +110,37 @@ def test_gradients_are_the_slopes_of_the_loop(chunk, monkeypatch):
       ]
       slope = (slow_total(moved(1)) - slow_total(moved(-1))) / (2 * step)
       assert np.sum(grad * direction) == pytest.approx(slope, rel=1e-4, abs=1e-4)
+
+
+def test_choosing_every_visible_entry_is_dense_causal_attention():
+  """model.md section 8.7, on two documents with entries of two tokens."""
+  slots, window = 14, 4
+  layout = build_layout([Document(np.arange(5)), Document(np.arange(8))], slots=slots, ratios=(2,))
+  rng = np.random.default_rng(3)
+  normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  q, window_kv, entry_kv, sink = (
+    normal(1, slots, H, D),
+    normal(1, slots, D),
+    normal(1, 7, D),
+    normal(H),
+  )
+  exists_BN = layout.entry_slots[2][..., -1] >= 0
+  seen = Visible(exists_BN, layout.entry_begin[2], layout.entry_end[2])
+  chosen = select(
+    normal(1, slots, 1, D), normal(1, 7, D), normal(1, slots, 1), seen, Choice(top_k=7)
+  )
+  got = attend((q, window_kv, entry_kv, chosen.selection_BQK, layout.segment_start, sink), window)
+  document, last = layout.document[0], layout.entry_slots[2][0, :, -1]
+  slot = np.arange(slots)
+  near = (slot <= slot[:, None]) & (slot > slot[:, None] - window)
+  own = (document == document[:, None]) & (document >= 0)
+  complete = exists_BN[0] & (last <= slot[:, None]) & (document[last] == document[:, None])
+  mask = np.concatenate([near & own, complete], axis=1)
+  keys = np.concatenate([window_kv[0], entry_kv[0]]).astype(np.float64)
+  scores = np.einsum("qhd,nd->qhn", q[0], keys) / np.sqrt(D)
+  power = np.exp(scores) * mask[:, None]
+  want = power @ keys / (power.sum(-1, keepdims=True) + np.exp(sink)[:, None])
+  np.testing.assert_allclose(got.out_BQHd[0], want, atol=2e-6)
 
 
 def test_a_query_that_sees_nothing_gives_zero_and_passes_zero_gradients():

@@ -12,7 +12,7 @@ from configs import base
 from configs.schema import Settings
 from data.prepared import COMPRESSED_ID, METADATA, Prepared, Split, file_sha256, save_prepared
 from deepseek_jax.config import flash
-from train import settings
+from train import checks, settings
 from train.errors import UsageError
 from train.keys import KEYS
 
@@ -66,7 +66,7 @@ def test_every_configuration_is_sound_but_for_its_data_and_devices(name):
   found = settings.load(f"configs/{file}", {})
   assert found.model.problems() == []
   mesh = dataclasses.asdict(found.mesh)
-  said = problems(f"--config=configs/{file}", devices=int(np.prod(list(mesh.values()))))
+  said = checks.problems(found, devices=int(np.prod(list(mesh.values()))))
   assert all(sentence.startswith("data.paths") for sentence in said)
 
 
