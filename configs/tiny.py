@@ -35,7 +35,7 @@ def get_config(variant: str = "full") -> ml_collections.ConfigDict:
   c.objective.vocab_chunk_tokens = 1024
   c.checkpoint.update(every_steps=100, keep_last=2, keep_every=0)
   c.validation.update(every_steps=100, rows=64)
-  c.total_steps = 700
+  c.total_steps = 400
   if variant == "smoke":
     c.total_steps = 6
     c.optim.warmup_steps = 2

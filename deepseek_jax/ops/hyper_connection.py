@@ -3,6 +3,7 @@
 Legend: X leading axes (rows, slots), c streams, D width, M = 2c + c*c mixing coefficients.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -56,12 +57,32 @@ def collapse(streams_XcD: jax.Array, pre_Xc: jax.Array) -> jax.Array:
   return total.astype(streams_XcD.dtype)
 
 
+@jax.custom_vjp
 def expand(
   y_XD: jax.Array, streams_XcD: jax.Array, post_Xc: jax.Array, comb_Xcc: jax.Array
 ) -> jax.Array:
   """New stream k: post[k] y + sum_j comb[j, k] X[j], float32 sum -> [X, c, D] in streams' dtype."""
-  mixed = jnp.einsum(
-    "...jk,...jd->...kd", comb_Xcc, streams_XcD.astype(jnp.float32), precision=_EXACT
-  )
   written = post_Xc[..., None] * y_XD.astype(jnp.float32)[..., None, :]
-  return (mixed + written).astype(streams_XcD.dtype)
+  return (written + _mix(comb_Xcc, streams_XcD)).astype(streams_XcD.dtype)
+
+
+def _mix(weights_Xjk: jax.Array, streams_XjD: jax.Array) -> jax.Array:
+  """sum_j weights[j, k] X[j] in float32. Multiplied out: a product of 4 x 4 matrices is no matmul."""
+  terms = (
+    weights_Xjk[..., j, :, None] * streams_XjD[..., j, None, :].astype(jnp.float32)
+    for j in range(streams_XjD.shape[-2])
+  )
+  return functools.reduce(jnp.add, terms)
+
+
+def _expand_backward(saved, d_XcD):
+  y_XD, streams_XcD, post_Xc, comb_Xcc = saved
+  d32_XcD, exact = d_XcD.astype(jnp.float32), functools.partial(jnp.einsum, precision=_EXACT)
+  d_y = jnp.sum(post_Xc[..., None] * d32_XcD, axis=-2)
+  d_streams = _mix(jnp.swapaxes(comb_Xcc, -1, -2), d32_XcD)
+  d_post = exact("...d,...kd->...k", y_XD.astype(jnp.float32), d32_XcD)
+  d_comb = exact("...jd,...kd->...jk", streams_XcD.astype(jnp.float32), d32_XcD)
+  return d_y.astype(y_XD.dtype), d_streams.astype(streams_XcD.dtype), d_post, d_comb
+
+
+expand.defvjp(lambda *arguments: (expand(*arguments), arguments), _expand_backward)

@@ -23,8 +23,19 @@ MATRICES = {
 
 @pytest.fixture(scope="module")
 def cfg():
+  """Two layers: one of ratio 2, one of ratio 1 with Engram; both have entries and an indexer."""
   small = ModelConfig.from_dict(nano.get_config().model.to_dict())
-  return dataclasses.replace(small, init_std=0.03)
+  return dataclasses.replace(
+    small,
+    compress_ratios=(2, 1),
+    kv_sources=(0, 1),
+    index_sources=(0, 1),
+    decoder_start=1,
+    streams=3,
+    indexer=dataclasses.replace(small.indexer, pool_source=1),
+    engram=dataclasses.replace(small.engram, layers=(1,), table_rows=small.engram.table_rows[:1]),
+    init_std=0.03,
+  )
 
 
 @pytest.fixture(scope="module")
