@@ -83,8 +83,7 @@ def pretrain(command: CommandLine, devices: Sequence) -> Exit:
     say(describe(settings, mesh))
     say(f"Continuing after step {step:,}." if state else "Starting from random weights.")
 
-    compiled, created = compile_programs(programs, fresh=state is None)
-    state = state or created
+    compiled, state = compile_programs(programs, state)
     profile = ProfileWindow(settings.profile, folder.profiles, say)
     stack.callback(profile.close)
     writer = stack.enter_context(open_metrics(folder, settings, step))
@@ -177,20 +176,19 @@ def restore(
   return restored.step, state, counts
 
 
-def compile_programs(programs: Programs, *, fresh: bool) -> tuple[Callable, TrainState | None]:
-  """The step, compiled ahead of its first call so that no metric contains it; a new state if asked.
+def compile_programs(programs: Programs, state: TrainState | None) -> tuple[Callable, TrainState]:
+  """The step, compiled ahead of its first call so that no metric contains it, and a state.
 
-  Initial weights are made while the step compiles: their random numbers take long to compile too.
+  Where none is given, one is made while the step compiles: initial random numbers take as long.
   """
   began = time.monotonic()
   step = programs.step.lower(programs.abstract_state, programs.abstract_batch)
-  create = programs.create.lower() if fresh else None
   with ThreadPoolExecutor(max_workers=1) as other:
     compiling = other.submit(step.compile)
-    state = create.compile()() if create else None
+    started = state if state is not None else programs.create.lower().compile()()
     compiled = compiling.result()
   say(f"Compiled in {time.monotonic() - began:.1f} s.")
-  return compiled, state
+  return compiled, started
 
 
 def keep_compiled(folder: RunFolder) -> None:

@@ -67,7 +67,7 @@ def expand(
 
 
 def _mix(weights_Xjk: jax.Array, streams_XjD: jax.Array) -> jax.Array:
-  """sum_j weights[j, k] X[j] in float32. Multiplied out: a product of 4 x 4 matrices is no matmul."""
+  """sum_j weights[j, k] X[j] in float32, multiplied out: 4 x 4 is too small for a matmul."""
   terms = (
     weights_Xjk[..., j, :, None] * streams_XjD[..., j, None, :].astype(jnp.float32)
     for j in range(streams_XjD.shape[-2])
