@@ -73,7 +73,7 @@ def _verify_case(folder: pathlib.Path, numerics: list[str], report: "Report") ->
       continue
     ours = run_case(case, site_by_site=chosen == "bf16")
     differences = []
-    for name, recorded in case.recorded.items():
+    for name, recorded in sorted(case.recorded.items(), key=lambda item: _place(item[0])):
       if name.startswith(NOT_TRACES) or (name == "embed_out" and case.has_images):
         continue
       if name not in ours:
@@ -82,6 +82,16 @@ def _verify_case(folder: pathlib.Path, numerics: list[str], report: "Report") ->
       differences.append(compare(name, ours[name], recorded, bound))
     agreement = logit_agreement(ours["logits"], case.recorded["logits"])
     report.add(folder.name, chosen, differences, agreement)
+
+
+def _place(name: str) -> tuple:
+  """Sorts traces in the order of the forward: embeddings, layers by number, the rest."""
+  head, *rest = name.split(".")
+  return (0 if head == "embed_out" else 1 if head == "layers" else 2, *map(_number, rest), head)
+
+
+def _number(part: str) -> tuple[int, str]:
+  return (int(part), "") if part.isdigit() else (-1, part)
 
 
 def _beyond(recorded) -> str | None:

@@ -48,17 +48,17 @@ class Block(nn.Module):
     gain = lambda name: parameters.declare(self, name, parameters.ones, (cfg.dim,), ("embed",))
     norm = lambda x, gain_D: rms_norm(x, gain_D, eps=cfg.norm_eps)
 
-    streams, pre = carry.streams_BQcD, carry.pre_mix_BQc
+    streams = carry.streams_BQcD
     if spec.engram is not None:
       before = around.encoder if spec.starts_decoder else slots
       streams = Engram(cfg, spec.engram, tap, name="engram")(streams, before)
     attention = Attention(cfg, spec, self.train_indexer, tap, name="attn")
-    x_BQD = tap("attn_in", norm(collapse(streams, pre), gain("attn_norm")))
+    x_BQD = tap("attn_in", norm(collapse(streams, carry.pre_mix_BQc), gain("attn_norm")))
     if spec.kind == "full":  # entries come from every encoder slot, also at the decoder's start
       carry = attention.compress(x_BQD, around.entries[spec.ratio], carry)
     if spec.starts_decoder:
       start = lambda x: jax.vmap(lambda row, slot: row[slot])(x, around.decoder_slots_BT)
-      streams, pre, x_BQD = start(streams), start(pre), start(x_BQD)
+      streams, x_BQD = start(streams), start(x_BQD)
 
     at_attention = _observed(tap, "hc_attn", site("hc_attn", 0)(streams))
     y_BQD, carry, kl = attention(x_BQD, slots, around.entries, carry)

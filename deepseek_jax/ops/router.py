@@ -27,7 +27,9 @@ def route(
   """
   _, expert_Xk = jax.lax.top_k(jax.lax.stop_gradient(scores_XE) + bias_XE, experts_per_token)
   score_Xk = jnp.take_along_axis(scores_XE, expert_Xk, axis=-1)
-  weight_Xk = score_Xk / (jnp.sum(score_Xk, axis=-1, keepdims=True) + 1e-20) * scale
+  # The release adds 1e-20 to the sum; the square of that underflows in the gradient.
+  total_X1 = jnp.maximum(jnp.sum(score_Xk, axis=-1, keepdims=True), 1e-18)
+  weight_Xk = score_Xk / total_X1 * scale
   return expert_Xk.astype(jnp.int32), weight_Xk
 
 
