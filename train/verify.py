@@ -86,8 +86,8 @@ def _verify_case(folder: pathlib.Path, numerics: list[str], report: "Report") ->
 
 def _place(name: str) -> tuple:
   """Sorts traces in the order of the forward: embeddings, layers by number, the rest."""
-  head, *rest = name.split(".")
-  return (0 if head == "embed_out" else 1 if head == "layers" else 2, *map(_number, rest), head)
+  group = 0 if name == "embed_out" else 1 if name.startswith("layers.") else 2
+  return group, [_number(part) for part in name.split(".")]
 
 
 def _number(part: str) -> tuple[int, str]:

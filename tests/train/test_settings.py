@@ -168,7 +168,7 @@ def test_all_kinds_of_wrong_arguments_are_named_at_once():
     ("model.kv_sources=(3,)", "Layer 1 reads compressed entries, but no KV source stands before"),
     ("data.slots=63", "data.slots (63) must be a multiple of every compression ratio"),
     ("data.batch_rows=3", "must be a multiple of mesh.replica * mesh.fsdp * accumulation"),
-    ("optim.warmup_steps=9", "optim.warmup_steps (9) must not exceed total_steps (8)."),
+    ("optim.warmup_steps=9", "optim.warmup_steps (9) must be below total_steps (8)."),
     ("optim.final_lr=1", "optim.final_lr (1.0) must not exceed optim.peak_lr (0.003)."),
     ("optim.beta2=1", "optim.beta2 must be at least 0 and less than 1, got 1.0."),
     ("model.engram.prime_start=7", "but the hash primes from 7 on add up to"),
