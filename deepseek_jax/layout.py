@@ -44,6 +44,11 @@ class Layout(NamedTuple):
   weights: Array  # [B,T] float32 loss weight
 
 
+def real_slots(layout: Layout) -> Array:
+  """bool [B,S]: the slot holds a token of a document and is no replay copy."""
+  return (layout.document >= 0) & ~layout.is_copy
+
+
 class Document(NamedTuple):
   """A run of tokens that is packed whole.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from deepseek_jax.config import LayerGroup, ModelConfig
-from deepseek_jax.layout import TEXT, Layout
+from deepseek_jax.layout import TEXT, Layout, real_slots
 from deepseek_jax.nn import parameters
 from deepseek_jax.nn.block import Group, Surroundings, make_block
 from deepseek_jax.ops.hyper_connection import collapse
@@ -90,7 +90,7 @@ def surroundings(layout: Layout) -> Surroundings:
   start_BT = jnp.maximum(layout.decoder_slots, 0)
   at_start = lambda x_BS: jax.vmap(lambda row, slot: row[slot])(x_BS, start_BT)
   is_vision_BS = layout.modality != TEXT
-  counts_BS = (layout.document >= 0) & ~layout.is_copy
+  counts_BS = real_slots(layout)
   used_BT = layout.decoder_slots >= 0
   encoder = Slots(
     positions_BQ=layout.positions,

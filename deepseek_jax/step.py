@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from deepseek_jax.layout import Layout
-from deepseek_jax.objective.denominators import Denominators, real_slots
+from deepseek_jax.layout import Layout, real_slots
+from deepseek_jax.objective.denominators import Denominators
 from deepseek_jax.optim import router_bias
 from deepseek_jax.optim.adamw import update_count
 from deepseek_jax.optim.schedule import Schedule

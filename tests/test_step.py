@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from deepseek_jax.config import ModelConfig
-from deepseek_jax.layout import TEXT, Document, build_layout, stack_layouts
-from deepseek_jax.objective.denominators import count, real_slots
+from deepseek_jax.layout import TEXT, Document, build_layout, real_slots, stack_layouts
+from deepseek_jax.objective.denominators import count
 from deepseek_jax.objective.pretrain import make_loss_fn
 from deepseek_jax.optim.adamw import make_optimizer, update_count
 from deepseek_jax.optim.schedule import learning_rate

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from deepseek_jax.config import ModelConfig
-from deepseek_jax.layout import Layout
+from deepseek_jax.layout import Layout, real_slots
 
 
 class Denominators(NamedTuple):
@@ -36,11 +36,6 @@ def count(layout: Layout, cfg: ModelConfig) -> Denominators:
     rows=_not_zero(jnp.sum(jnp.any(real_slots(layout), axis=1))),
     queries=queries,
   )
-
-
-def real_slots(layout: Layout) -> jax.Array:
-  """bool [B,S]: the slot holds a token of a document and is no replay copy."""
-  return (layout.document >= 0) & ~layout.is_copy
 
 
 def _queries(layout: Layout, ratio: int, *, decoder: bool) -> jax.Array:

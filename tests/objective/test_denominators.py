@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepseek_jax.config import ModelConfig
-from deepseek_jax.layout import Document, build_layout, stack_layouts
-from deepseek_jax.objective.denominators import count, real_slots
+from deepseek_jax.layout import Document, build_layout, real_slots, stack_layouts
+from deepseek_jax.objective.denominators import count
 
 # Ratio 2 before the decoder, ratio 1 in it, where layer 3 chooses anew.
 CFG = ModelConfig(
