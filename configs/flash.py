@@ -1,7 +1,7 @@
 """DeepSeek-V4.1-Flash: 552 billion parameters and 197 billion in Engram tables.
 
-  python -m train pretrain --config configs/flash.py --workdir gs://BUCKET/flash \
-    --config.data.paths=gs://BUCKET/DATA --config.mesh.fsdp=64 --config.mesh.expert=48
+  python -m train pretrain --config configs/flash.py --workdir runs/flash \
+    --config.data.paths=DATA --config.mesh.fsdp=64 --config.mesh.expert=48
 
 Hardware: a pod; wall time: not yet measured. Every value that is not set here is the release's.
 """

@@ -132,7 +132,8 @@ def run_case(case: Case, *, site_by_site: bool) -> dict[str, np.ndarray]:
     ours["logits"] = logits(output)
     return ours
 
-  ours = jax.tree.map(np.asarray, forward(case.variables, layout, fed))
+  with jax.default_matmul_precision("highest"):  # accelerators shorten float32 operands otherwise
+    ours = jax.tree.map(np.asarray, forward(case.variables, layout, fed))
   return _cut(ours, case)
 
 

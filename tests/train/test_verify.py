@@ -142,7 +142,7 @@ def test_a_folder_of_cases_is_taken_whole_and_cases_of_other_parts_are_named(tmp
     (lambda f: [p.unlink() for p in f.iterdir()], "holds no case"),
     (lambda f: (f / "weights.safetensors").unlink(), "it has no weights.safetensors."),
     (lambda f: (f / "weights.safetensors").write_bytes(b"no"), "not a readable safetensors file"),
-    (lambda f: [p.unlink() for p in f.glob("outputs*")], "has no outputs for --numerics"),
+    (lambda f: [p.unlink() for p in f.glob("outputs*")], "has nothing to compare"),
     (lambda f: (f / "config.json").write_text("{}"), "config.json lacks the key"),
   ],
 )  # fmt: skip
