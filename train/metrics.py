@@ -5,20 +5,27 @@ that resumes at step k first cuts the lines of later steps, and what a killed ru
 line. JSON knows no NaN and no infinity; both are written as null.
 """
 
+import contextlib
 import json
-import logging
 import math
 import os
 import pathlib
+import time
 from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
-import tensorboardX
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import (
+  Event,  # pyright: ignore[reportAttributeAccessIssue]
+  SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 from train.progress import Progress
 
 NAME = "metrics.jsonl"
+FLUSH_SECONDS = 30.0  # between two flushes of the TensorBoard file, each an fsync
 
 
 class MetricsWriter:
@@ -45,9 +52,12 @@ class MetricsWriter:
     self._last_step = resume_step
     cut_after(folder / NAME, resume_step)
     self._file = open(folder / NAME, "ab", buffering=0)  # noqa: SIM115, open for the whole run
-    # tensorboardX warns about every NaN that it is given; the JSON lines and the screen show them.
-    logging.getLogger("tensorboardX").setLevel(logging.ERROR)
-    self._events = tensorboardX.SummaryWriter(str(folder), purge_step=resume_step + 1)
+    # Not SummaryWriter: after one write that fails its thread is dead, and once its queue is full
+    # the run waits for it for ever.
+    self._events = EventsWriter(str(folder / "events"))
+    self._flushed = time.monotonic()
+    start = SessionLog(status=SessionLog.START)  # hides the events of later steps
+    self._event(Event(step=resume_step + 1, session_log=start))
     self._progress = progress or Progress(
       first_step=resume_step, total_steps=total_steps, log_every=log_every
     )
@@ -72,9 +82,12 @@ class MetricsWriter:
     self._last_step = step
     record = {"step": step, **{name: _plain(value) for name, value in values.items()}}
     self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
-    for name, value in record.items():
-      if name != "step" and isinstance(value, int | float):
-        self._events.add_scalar(name, value, step)
+    scalars = [
+      Summary.Value(tag=name, simple_value=value)
+      for name, value in record.items()
+      if name != "step" and isinstance(value, int | float)
+    ]
+    self._event(Event(step=step, summary=Summary(value=scalars)))
     self._progress.step(step, record)
 
   def say(self, sentence: str) -> None:
@@ -83,8 +96,16 @@ class MetricsWriter:
 
   def close(self) -> None:
     self._progress.close()
-    self._events.close()
+    with contextlib.suppress(OSError):  # the error that ends the run must not be replaced
+      self._events.close()
     self._file.close()
+
+  def _event(self, event: Event) -> None:
+    event.wall_time = time.time()
+    self._events.write_event(event)
+    if time.monotonic() - self._flushed > FLUSH_SECONDS:
+      self._events.flush()
+      self._flushed = time.monotonic()
 
 
 def cut_after(path: pathlib.Path, step: int) -> None:

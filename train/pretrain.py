@@ -53,6 +53,9 @@ def main(argv: Sequence[str]) -> int:
     return _leave(error, Exit.CHECK_FAILED)
   except DataError as error:
     return _leave(error, Exit.STOPPED)
+  except OSError as error:
+    where = error.filename or command.workdir
+    return _leave(f"{where} cannot be used: {error.strerror or error}.", Exit.CHECK_FAILED)
 
 
 def pretrain(command: CommandLine, devices: Sequence) -> Exit:
@@ -220,7 +223,7 @@ def describe(settings: Settings, mesh: Mesh) -> str:
   )
 
 
-def _leave(error: Exception, code: Exit) -> NoReturn:
+def _leave(error: Exception | str, code: Exit) -> NoReturn:
   """Ends the process without waiting for the threads of a blocked read or a broken save."""
   print(error, file=sys.stderr, flush=True)
   sys.stdout.flush()

@@ -95,6 +95,9 @@ def open_run_folder(
     for sentence in environment.changes(_read_json(path / "environment.json") or now, now):
       report(sentence)
     manifest.write_atomically(path / "environment.json", json.dumps(now, indent=2) + "\n")
+  except OSError as error:
+    folder.close()
+    raise UsageError([f"--workdir {path} cannot be used: {error.strerror}."]) from error
   except BaseException:
     folder.close()
     raise

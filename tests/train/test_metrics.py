@@ -173,3 +173,26 @@ def test_after_sigkill_every_line_is_whole(tmp_path):
   last = len(path.read_bytes().splitlines())
   write(tmp_path, [last - 1], resume_step=last - 2)
   assert [line["step"] for line in lines(tmp_path)] == list(range(1, last))
+
+
+_FULL_DISK = """
+import pathlib, resource, signal, sys
+from train.metrics import MetricsWriter
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+try:
+  with MetricsWriter(
+    pathlib.Path(sys.argv[1]), resume_step=0, total_steps=5000, log_every=5000
+  ) as writer:
+    for step in range(1, 5001):
+      writer.write(step, {"loss": 1.0, "tokens": step})
+except OSError:
+  sys.exit(7)
+"""
+
+
+def test_a_full_disk_is_an_error_and_not_a_run_that_waits_for_ever(tmp_path):
+  root = pathlib.Path(__file__).parents[2]
+  command = [sys.executable, "-c", _FULL_DISK, str(tmp_path)]
+  done = subprocess.run(command, cwd=root, capture_output=True, timeout=60, check=False)
+  assert done.returncode == 7, done.stderr.decode()
