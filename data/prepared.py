@@ -87,7 +87,7 @@ class Prepared(Config):
   def compressed_id(self) -> np.ndarray:
     """[V] int32 class of each token id. Raises DataError when the file has changed."""
     path = self.folder / COMPRESSED_ID
-    if file_sha256(path) != self.compressed_id_sha256:
+    if not path.is_file() or file_sha256(path) != self.compressed_id_sha256:
       raise DataError(f"{path} is damaged: it is not the file that {METADATA} describes.")
     return np.load(path)
 

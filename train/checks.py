@@ -68,6 +68,10 @@ def problems(settings: Settings, *, devices: int) -> list[str]:
 
 
 def _bounds(values: dict) -> Iterator[str]:
+  if values["seed"] >= 2**63:  # what jax.random.key takes
+    yield f"seed must be below 2^63, got {values['seed']}."
+  if not values["model.compress_ratios"]:
+    yield "model.compress_ratios is empty; give one number per layer."
   for key, value in values.items():
     if key in ZERO_IS_FINE or key in NOT_NEGATIVE:
       if value < 0:
@@ -80,6 +84,8 @@ def _bounds(values: dict) -> Iterator[str]:
 
 def _engram_problems(settings: Settings) -> Iterator[str]:
   engram = settings.model.engram
+  if len(set(engram.layers)) != len(engram.layers):
+    yield f"model.engram.layers must not repeat a layer, got {engram.layers}."
   if len(engram.layers) != len(engram.table_rows) or engram.lookups < 1:
     return  # reported by the model
   primes = hash_primes(len(engram.layers), engram.lookups, engram.prime_start)

@@ -43,7 +43,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
   """One sentence per difference that may change the bits of a continued run."""
   sentences = []
   for section in ("versions", "devices", "variables"):
-    old, new = before.get(section, {}), now[section]
+    old, new = before.get(section) or {}, now[section]
     sentences += [
       f"{name} was {old.get(name)} and is now {new.get(name)}."
       for name in new

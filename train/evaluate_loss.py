@@ -115,7 +115,10 @@ def first_rows(
 def comparison(folder: pathlib.Path) -> list[str]:
   """What a finished run came to, in sentences, from its metrics.jsonl."""
   path = folder / metrics.NAME
-  lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+  try:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+  except (OSError, ValueError) as error:
+    return [f"{path} cannot be read ({error})."]
   if not lines:
     return [f"{path} holds no metrics of the run."]
   last, seconds = lines[-1], sum(line["step_seconds"] for line in lines)

@@ -64,6 +64,8 @@ def _parse(argv: Sequence[str]) -> tuple[PrepareRequest, pathlib.Path]:
       wanted = {int: "an integer", float: "a number"}[kind]
       problems.append(f"--{name.replace('_', '-')} takes {wanted}, got {text!r}.")
       arguments[name] = getattr(PrepareRequest(), name)
+  if not arguments["out"]:
+    problems.append("--out needs a folder.")
   folder = pathlib.Path(arguments.pop("out"))
   request = PrepareRequest(**arguments)
   if problems := problems + request.problems():

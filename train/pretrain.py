@@ -79,6 +79,7 @@ def pretrain(command: CommandLine, devices: Sequence) -> Exit:
     validation = open_validation(settings, programs, mesh)
 
     step, state, counts = restore(checkpoints, programs, pipeline) or (0, None, Counts())
+    folder.remember(settings, say)
     if step >= settings.total_steps:
       say(f"The run in {folder.path} is done.")
       say("\n".join(comparison(folder.path)))

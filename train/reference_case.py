@@ -71,15 +71,34 @@ def load_case(folder: pathlib.Path, numerics: str) -> Case:
     if problems := cfg.problems():
       raise CaseError(f"{folder / 'config.json'}: {' '.join(problems)}")
     recorded = read_safetensors(outputs_file(folder, numerics))
+    _check_input_ids(folder, recorded)
     model, rows = Model(cfg), recorded["input_ids"][:, :1]
     layout = _layout(cfg, rows, None, _hashing(folder, cfg))
     abstract = jax.eval_shape(lambda key: nn.unbox(model.init(key, layout)), jax.random.key(0))
     weights = read_safetensors(folder / "weights.safetensors")
     variables = load_released(weights, abstract, ignore=NOT_BACKBONE)
-  except (ValueError, KeyError) as error:
-    raise CaseError(f"{folder}: {error}") from None
+  except (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    OverflowError,
+  ) as error:
+    # A case is input, and whatever its files hold is the user's to mend.
+    raise CaseError(f"{folder}: {type(error).__name__}: {error}") from None
   hashing = _hashing(folder, cfg)
   return Case(folder.name, cfg, variables, recorded, hashing and hashing.compressed_id, quantized)
+
+
+def _check_input_ids(folder: pathlib.Path, recorded: dict[str, np.ndarray]) -> None:
+  ids = recorded.get("input_ids")
+  if ids is None:
+    raise CaseError(f"{folder}: the outputs lack input_ids.")
+  if ids.ndim != 2 or ids.dtype.kind not in "iu":
+    found = f"{ids.dtype}{list(ids.shape)}"
+    raise CaseError(f"{folder}: input_ids must be integers [rows, tokens], got {found}.")
 
 
 def _hashing(folder: pathlib.Path, cfg: ModelConfig) -> NgramHash | None:
@@ -91,11 +110,15 @@ def _hashing(folder: pathlib.Path, cfg: ModelConfig) -> NgramHash | None:
   return NgramHash(cfg.engram, np.asarray(json.loads(path.read_text())["compressed_map"], np.int32))
 
 
+def _slots(length: int, ratios) -> int:
+  """The next multiple of every ratio."""
+  step = int(np.lcm.reduce(ratios)) if ratios else 1
+  return -(-length // step) * step
+
+
 def _layout(cfg: ModelConfig, ids_BS, types_BS, hashing) -> Layout:
   """One document per row, padded to a multiple of every ratio."""
-  length = ids_BS.shape[1]
-  step = int(np.lcm.reduce(cfg.ratios)) if cfg.ratios else 1
-  slots = -(-length // step) * step
+  slots = _slots(ids_BS.shape[1], cfg.ratios)
   rows = []
   for row, ids_S in enumerate(ids_BS):
     modality = None if types_BS is None else types_BS[row]
@@ -159,10 +182,22 @@ def _cut(ours, case: Case) -> dict[str, np.ndarray]:
       value = _pool_mask(value[:, :length], length, case)
     elif name.endswith(".indexer.topk"):
       value = value[:, :length]
-    elif (recorded := case.recorded.get(name)) is not None and recorded.ndim == value.ndim:
-      value = value[tuple(slice(size) for size in recorded.shape)]
+    elif (recorded := case.recorded.get(name)) is not None:
+      value = _without_padding(value, recorded.shape, length, case.cfg.ratios)
     out[name] = value
   return out
+
+
+def _without_padding(value: np.ndarray, shape, length: int, ratios) -> np.ndarray:
+  """Cuts the axes that are longer than recorded by padding slots, or by the entries of these."""
+  slots = _slots(length, ratios)
+  padded = {(slots, length), *((slots // m, length // m) for m in ratios)}
+  if value.ndim != len(shape) or any(
+    ours != theirs and (ours, theirs) not in padded
+    for ours, theirs in zip(value.shape, shape, strict=True)
+  ):
+    return value
+  return value[tuple(slice(size) for size in shape)]
 
 
 def _pool_mask(pool_BSW: np.ndarray, entries: int, case: Case) -> np.ndarray:

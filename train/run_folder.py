@@ -56,6 +56,22 @@ class RunFolder:
   def profiles(self) -> pathlib.Path:
     return self.path / "profiles"
 
+  def remember(self, settings: Settings, report: Callable[[str], None]) -> None:
+    """Writes config.json and environment.json of a start that nothing refuses any more.
+
+    Raises: UsageError if they cannot be written.
+    """
+    if self.lock is None:
+      return
+    now = environment.environment()
+    for sentence in environment.changes(_read_json(self.path / "environment.json") or now, now):
+      report(sentence)
+    try:
+      manifest.write_atomically(self.path / "config.json", resolved_json(settings))
+      manifest.write_atomically(self.path / "environment.json", json.dumps(now, indent=2) + "\n")
+    except OSError as error:
+      raise UsageError([f"--workdir {self.path} cannot be used: {error.strerror}."]) from error
+
   def close(self) -> None:
     """Gives the folder to the next run."""
     if self.lock is not None:
@@ -90,11 +106,6 @@ def open_run_folder(
   try:
     if any(folder.checkpoints.glob(f"*/{manifest.NAME}")):
       _check_config(folder, settings, allow_change, report)
-    manifest.write_atomically(path / "config.json", resolved_json(settings))
-    now = environment.environment()
-    for sentence in environment.changes(_read_json(path / "environment.json") or now, now):
-      report(sentence)
-    manifest.write_atomically(path / "environment.json", json.dumps(now, indent=2) + "\n")
   except OSError as error:
     folder.close()
     raise UsageError([f"--workdir {path} cannot be used: {error.strerror}."]) from error

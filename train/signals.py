@@ -8,11 +8,13 @@ numbers that the interpreter writes into a pipe at once.
 import os
 import select
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SHOW_CURSOR = "\x1b[?25h"  # the progress bar hides it, and an exit at once does not bring it back
 GRACE_SECONDS = 300.0  # to finish the step and save it; clouds give 30 s to a few minutes
 
 
@@ -72,6 +74,8 @@ class StopSignal:
       return
     why = f"no end within {self._grace_seconds:g} s" if second == 0 else "second signal"
     self._report(f"Stopping at once ({why}); the last complete checkpoint is good.")
+    if sys.stdout.isatty():
+      print(SHOW_CURSOR, end="", flush=True)
     os._exit(128 + (second or first))
 
   def _next_signal(self, timeout: float | None) -> int | None:

@@ -40,7 +40,11 @@ def main(argv: list[str]) -> int:
     print(f"--reference {arguments.reference} has nothing to compare.", file=sys.stderr)
     return 2
   if arguments.output:
-    arguments.output.write_text(json.dumps(report.as_json(), indent=1, allow_nan=False) + "\n")
+    try:
+      arguments.output.write_text(json.dumps(report.as_json(), indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+      print(f"--output {arguments.output} cannot be written: {error.strerror}.", file=sys.stderr)
+      return 2
   return report.finish()
 
 
@@ -61,7 +65,10 @@ def _cases(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def _verify_case(folder: pathlib.Path, numerics: list[str], report: "Report") -> None:
   if (folder / "vectors.safetensors").is_file():
-    ours, recorded = recompute(folder / "vectors.safetensors")
+    try:
+      ours, recorded = recompute(folder / "vectors.safetensors")
+    except (ValueError, KeyError, TypeError) as error:
+      raise CaseError(f"{folder / 'vectors.safetensors'}: {error}") from None
     # Bytes and decoded values must be equal; the two products may differ by a bfloat16 rounding.
     bound = lambda name: BOUNDS["bf16"] if name.startswith("gemm.") else 0.0
     report.add(folder.name, "bytes", [compare(k, ours[k], recorded[k], bound(k)) for k in ours])
@@ -74,6 +81,8 @@ def _verify_case(folder: pathlib.Path, numerics: list[str], report: "Report") ->
     if reason := _beyond(case.recorded):
       report.skip(folder.name, chosen, f"its traces need {reason}, which is not there yet")
       continue
+    if "logits" not in case.recorded:
+      raise CaseError(f"{folder}: the outputs for --numerics {chosen} lack logits.")
     ours = run_case(case, site_by_site=chosen == "bf16")
     differences = []
     for name, recorded in sorted(case.recorded.items(), key=lambda item: _place(item[0])):
@@ -81,6 +90,8 @@ def _verify_case(folder: pathlib.Path, numerics: list[str], report: "Report") ->
         continue
       if name not in ours:
         raise CaseError(f"{folder}: our forward has no trace named {name}.")
+      if ours[name].shape != recorded.shape and not name.endswith(".topk"):
+        raise CaseError(f"{folder}: trace {name} is {recorded.shape}, ours is {ours[name].shape}.")
       bound = _bound(name, case, chosen)
       differences.append(compare(name, ours[name], recorded, bound))
     agreement = logit_agreement(ours["logits"], case.recorded["logits"])
@@ -170,7 +181,8 @@ class Report:
     single: dict[str, dict] = {}
     for (case, numerics), (differences, agreement) in self._runs.items():
       record = {d.name: _as_json(d) for d in differences}
-      record.setdefault("logits", {}).update(agreement)
+      finite = {k: v if np.isfinite(v) else None for k, v in agreement.items()}
+      record.setdefault("logits", {}).update(finite)
       single.setdefault(numerics, {})[case] = record
       merged = cases.setdefault(case, {})
       for name, values in record.items():

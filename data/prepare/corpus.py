@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 from data.prepare.sources import SourceText
 
+NAMES = "surrogateescape"  # file names need not be UTF-8
+
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
@@ -51,14 +53,14 @@ def select(
     else:
       seen.add(digest)
       used += len(encoded)
-      whole.update(hashlib.sha256(key.encode()).digest() + digest)
+      whole.update(hashlib.sha256(key.encode(errors=NAMES)).digest() + digest)
       splits[_uniform(key, "split") < validation_share].append(text or "")
   return Corpus(splits[False], splits[True], dict(dropped), whole.hexdigest())
 
 
 def _uniform(key: str, purpose: str) -> float:
   """A number in [0, 1) that depends on the key and on what it is for."""
-  digest = hashlib.sha256(f"{purpose}\0{key}".encode()).digest()
+  digest = hashlib.sha256(f"{purpose}\0{key}".encode(errors=NAMES)).digest()
   return int.from_bytes(digest[:6]) / 2**48  # 48 bits are exact in a float
 
 

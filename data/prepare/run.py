@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import pathlib
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ from data.prepare.progress import Advance, phase
 from data.prepare.shards import write_split
 from data.prepare.sources import read_source
 from data.prepare.tokenizer import (
+  LARGEST_VOCAB,
   SMALLEST_VOCAB,
   Vocabulary,
   load_tokenizer,
@@ -60,13 +62,15 @@ class PrepareRequest:
       found.append(f"--slots must be at least 1, got {self.slots}.")
     if not 0 <= self.validation_share < 1:
       found.append(f"--validation-share must lie in [0, 1), got {self.validation_share}.")
-    if self.max_megabytes is not None and not self.max_megabytes > 0:
-      found.append(f"--max-megabytes must be positive, got {self.max_megabytes}.")
+    if self.max_megabytes is not None and not 0 < self.max_megabytes < math.inf:
+      found.append(f"--max-megabytes must be positive and finite, got {self.max_megabytes}.")
     entries = self.trained_entries
-    if entries is not None and not (entries.isdecimal() and int(entries) >= SMALLEST_VOCAB):
+    if entries is not None and not (
+      entries.isdecimal() and SMALLEST_VOCAB <= int(entries) <= LARGEST_VOCAB
+    ):
       found.append(
         f"--tokenizer is {self.tokenizer!r}; train:ENTRIES takes a number from "
-        f"{SMALLEST_VOCAB} (every byte and three special tokens) on."
+        f"{SMALLEST_VOCAB} (every byte and three special tokens) to {LARGEST_VOCAB}."
       )
     if entries is None and not pathlib.Path(self.tokenizer).is_file():
       found.append(

@@ -113,7 +113,7 @@ def _jsonl(root: pathlib.Path, text_field: str) -> Iterator[SourceText]:
 def _json_text(line: bytes, text_field: str) -> str | None:
   try:
     record = json.loads(line)
-  except ValueError:
+  except (ValueError, RecursionError):
     return None
   text = record.get(text_field) if isinstance(record, dict) else None
   return text if isinstance(text, str) else None

@@ -12,6 +12,7 @@ from data.errors import RequestError
 # The release's names (model.md section 4.1), at its ids 0, 1, 2.
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 SMALLEST_VOCAB = 256 + 3  # every byte, and the three above
+LARGEST_VOCAB = 2**24  # the trainer reserves memory for all of them; no tokenizer has a tenth
 
 # Under which names other tokenizers keep the same three, the likeliest first.
 KNOWN_NAMES = {

@@ -23,6 +23,7 @@ from deepseek_jax.checkpoint import names
 from deepseek_jax.checkpoint.errors import CheckpointError
 
 PARTIAL_MARK = ".orbax-checkpoint-tmp"  # in the name of a folder that was not committed
+PRINTED_AND_RAISED = ("background save thread", "_SignalingThread", "Failed to write metadata")
 COMMIT_TIMEOUT = 1200  # seconds until a save that does not end counts as failed
 RESTORE_BYTES = 2 * 10**9  # host memory for arrays on their way to devices, unless one is larger
 SAVE_ERRORS = (OSError, ValueError, RuntimeError)  # what Orbax and TensorStore raise from a save
@@ -195,4 +196,4 @@ def reason(error: BaseException) -> str:
 def _is_news(record: logging.LogRecord) -> bool:
   """False for the tracebacks that Orbax prints from its threads and then raises anyway."""
   text = str(record.msg)
-  return "background save thread" not in text and "_SignalingThread" not in text
+  return not any(part in text for part in PRINTED_AND_RAISED)

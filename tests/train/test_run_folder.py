@@ -23,10 +23,20 @@ SETTINGS = Settings(total_steps=10)
 
 
 def open_folder(path, settings=SETTINGS, *, allow_change=False):
-  """Opens and closes the folder; returns what was reported."""
+  """Starts a run in the folder and ends it; returns what was reported."""
   sentences = []
-  open_run_folder(str(path), settings, allow_change=allow_change, report=sentences.append).close()
+  folder = open_run_folder(str(path), settings, allow_change=allow_change, report=sentences.append)
+  folder.remember(settings, sentences.append)
+  folder.close()
   return sentences
+
+
+def test_a_start_that_is_refused_later_leaves_the_configuration_as_it_was(tmp_path):
+  path = with_checkpoint(tmp_path)
+  before = (path / "config.json").read_text()
+  other = changed(optim=OptimConfig(peak_lr=1.0))
+  open_run_folder(str(path), other, allow_change=True, report=lambda _: None).close()
+  assert (path / "config.json").read_text() == before
 
 
 def with_checkpoint(path):
