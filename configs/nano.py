@@ -2,6 +2,9 @@
 
   python -m train pretrain --config configs/nano.py --workdir runs/nano --config.data.paths=DIR
 
+A tokenizer that `prepare` trains has at least 259 entries: for prepared text add
+--config.model.vocab=260 --config.model.engram.compressed_vocab=260.
+
 Hardware: one CPU core. Wall time: not yet measured.
 """
 

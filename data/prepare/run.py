@@ -41,6 +41,9 @@ SPLITS = ("train", "validation")
 ENCODE_AT_ONCE = 64  # documents: enough to keep the library's threads busy between two advances
 
 
+UNFINISHED = ".unfinished"  # marks a folder as ours until metadata.json completes it
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareRequest:
   """Everything that decides what a preparation contains."""
@@ -117,6 +120,7 @@ def prepare(request: PrepareRequest, folder: pathlib.Path) -> Prepared:
 
   Raises: RequestError when the source or the tokenizer cannot be used.
   """
+  _check_ours(folder)
   with phase("reading"):
     corpus = _read(request)
   vocab = _vocabulary(request, corpus)
@@ -145,6 +149,7 @@ def prepare(request: PrepareRequest, folder: pathlib.Path) -> Prepared:
   }
   prepared = Prepared.from_dict(about | written | splits)
   save_prepared(prepared)
+  (folder / UNFINISHED).unlink()
   return prepared
 
 
@@ -201,9 +206,19 @@ def _write(
   )
 
 
+def _check_ours(folder: pathlib.Path) -> None:
+  """Refuses a folder with files that no preparation of ours began."""
+  if folder.is_dir() and any(folder.iterdir()) and not (folder / UNFINISHED).exists():
+    raise RequestError(
+      f"--out {folder} holds files that are not of an unfinished preparation; name a new or an "
+      "empty folder."
+    )
+
+
 def _clear_unfinished(folder: pathlib.Path) -> None:
   """Makes the folder, and removes what a killed preparation left there."""
   folder.mkdir(parents=True, exist_ok=True)
+  (folder / UNFINISHED).touch()
   for split in SPLITS:
     for shard in folder.glob(f"{split}-*-of-*.array_record"):
       shard.unlink()

@@ -188,3 +188,12 @@ def test_an_empty_validation_split_is_refused(request_of, tmp_path):
   with pytest.raises(RequestError, match=r"None of the .* fell into the validation split"):
     prepare(request_of(validation_share=1e-9), tmp_path)
   assert not list(tmp_path.iterdir())
+
+
+def test_files_of_somebody_else_are_left_alone(request_of, tmp_path):
+  theirs = {"tokenizer.json": b"mine", "train-mine-of-me.array_record": b"mine too"}
+  for name, content in theirs.items():
+    (tmp_path / name).write_bytes(content)
+  with pytest.raises(RequestError, match="holds files that are not of an unfinished preparation"):
+    prepare(request_of(), tmp_path)
+  assert contents(tmp_path) == theirs

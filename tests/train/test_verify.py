@@ -160,3 +160,13 @@ def test_unknown_numerics_are_refused_with_the_known_ones(capsys):
   assert stopped.value.code == Exit.USAGE
   error = capsys.readouterr().err
   assert "fp16" in error and "fp32_qat" in error
+
+
+@pytest.mark.parametrize("name", ["embed_out", "logits"])
+def test_a_trace_that_was_cut_is_refused_and_not_compared_in_part(name, copied, capsys):
+  folder = copied("minimal_csa2")
+  recorded = read_safetensors(folder / "outputs_fp32.safetensors")
+  recorded[name] = np.ascontiguousarray(recorded[name][..., :1])
+  save_file(recorded, folder / "outputs_fp32.safetensors")
+  assert run(folder, "--numerics", "fp32") == Exit.USAGE
+  assert f"trace {name} is" in capsys.readouterr().err
