@@ -50,6 +50,7 @@ class Model(nn.Module):
       shared_kv_BNd=None,
       index_keys_BNi=None,
       selection_BQK=None,
+      selection_plan=None,
       pool_BQW=None,
     )
     aux = {}
@@ -80,7 +81,9 @@ class Model(nn.Module):
       length=group.repeat,
       metadata_params={nn.PARTITION_NAME: "layers"},
     )(self.cfg, group.layers, self.train_indexer, name=group.name)
-    outside = carry._replace(streams_BQcD=None, pre_mix_BQc=None, selection_BQK=None)
+    outside = carry._replace(
+      streams_BQcD=None, pre_mix_BQc=None, selection_BQK=None, selection_plan=None
+    )
     flow, aux = scanned((carry.streams_BQcD, carry.pre_mix_BQc), (outside, around))
     return carry._replace(streams_BQcD=flow[0], pre_mix_BQc=flow[1]), {group.name: aux}
 

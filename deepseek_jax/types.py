@@ -48,6 +48,7 @@ class LayerCarry(NamedTuple):
   shared_kv_BNd: Any  # entries of the last KV source
   index_keys_BNi: Any  # compute dtype, before fake quantization
   selection_BQK: Any  # int32 ascending, -1 at the end
+  selection_plan: Any  # what the attention kernels derive from it, see plan_selection
   pool_BQW: Any  # int32 ascending block ids of the candidate pool, -1 at the end
 
 

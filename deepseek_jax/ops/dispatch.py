@@ -1,18 +1,37 @@
-"""Which body of an op runs. A named one runs or raises; None takes the best one of the backend."""
+"""Which body of an op runs. A named one runs or raises; None takes the best one of the device."""
 
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 # "xla" is plain JAX arranged for memory or speed, "reference" plain JAX arranged for reading.
 _PREFERENCE = {
-  "gpu": ("pallas_gpu", "xla", "reference"),
+  "gpu": ("pallas_gpu", "pallas_triton", "xla", "reference"),
   "tpu": ("pallas_tpu", "xla", "reference"),
   "cpu": ("xla", "reference"),
 }
+
+
+class Device(NamedTuple):
+  platform: str  # "cpu", "gpu" or "tpu"
+  kind: str  # as JAX names it: "NVIDIA H200", "TPU v6 lite", ...
+  cores: int | None  # multiprocessors of a GPU, cores of a TPU device; None where unknown
+
+
+def device() -> Device:
+  """What the program that is being traced will run on.
+
+  That is the device of the mesh in use, which may be one that is only compiled for, and otherwise
+  the first device of this process.
+  """
+  abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+  if abstract is not None:
+    return Device(abstract.platform, abstract.device_kind, abstract.num_cores)
+  first = jax.devices()[0]
+  return Device(first.platform, first.device_kind, getattr(first, "core_count", None))
 
 
 def call(implementations: Mapping[str, Callable], name: str | None, *args, **kwargs) -> Any:
@@ -20,19 +39,19 @@ def call(implementations: Mapping[str, Callable], name: str | None, *args, **kwa
 
   Args:
     implementations: name -> function; "reference" is always among them and takes everything.
-    name: the one to run; None runs the first of the backend's preference that takes the arguments,
+    name: the one to run; None runs the first of the device's preference that takes the arguments,
       and logs which one that was, once per op.
     *args, **kwargs: go to the implementation.
 
   Raises: ValueError for an unknown name; whatever a named implementation raises, in particular
-    NotImplementedError for arguments that it cannot take.
+    NotImplementedError for arguments or a device that it cannot take.
   """
   if name is not None:
     if name not in implementations:
       raise ValueError(f"implementation is {name!r}, accepted are {sorted(implementations)}.")
     return implementations[name](*args, **kwargs)
-  backend = jax.default_backend()
-  for candidate in _PREFERENCE[backend]:
+  platform = device().platform
+  for candidate in _PREFERENCE[platform]:
     if candidate not in implementations:
       continue
     try:
@@ -40,12 +59,12 @@ def call(implementations: Mapping[str, Callable], name: str | None, *args, **kwa
     except NotImplementedError:
       continue  # a kernel states its limits this way; the reference has none
     reference = implementations["reference"]
-    _log_choice(reference.__module__, reference.__name__, candidate, backend)
+    _log_choice(reference.__module__, reference.__name__, candidate, platform)
     return result
   raise AssertionError("every op has a reference")
 
 
 @functools.cache
-def _log_choice(module: str, function: str, choice: str, backend: str) -> None:
+def _log_choice(module: str, function: str, choice: str, platform: str) -> None:
   op = f"{module.removesuffix('.reference')}.{function}"
-  logging.getLogger(__name__).info("%s runs its %r implementation on %s", op, choice, backend)
+  logging.getLogger(__name__).info("%s runs its %r implementation on %s", op, choice, platform)
