@@ -84,6 +84,14 @@ class Prepared(Config):
   def split(self, name: str) -> Split:
     return {"train": self.train, "validation": self.validation}[name]
 
+  def damaged_files(self) -> list[str]:
+    """Names of the files that are missing or not those that were written; reads all of them."""
+    shards = self.train.shards + self.validation.shards
+    expected = {shard.name: shard.sha256 for shard in shards}
+    expected |= {TOKENIZER: self.tokenizer_sha256, COMPRESSED_ID: self.compressed_id_sha256}
+    path = lambda name: self.folder / name
+    return [n for n, h in expected.items() if not path(n).is_file() or file_sha256(path(n)) != h]
+
   def compressed_id(self) -> np.ndarray:
     """[V] int32 class of each token id. Raises DataError when the file has changed."""
     path = self.folder / COMPRESSED_ID

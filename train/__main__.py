@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from train.errors import Exit, UsageError
+from train.screen import Screen
 
 VERBS = {
   "doctor": "check devices, versions, storage and the mesh before a run",
@@ -69,4 +70,6 @@ def _refuse(problems: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+  # A stream that was closed before the start is None.
+  sys.stdout, sys.stderr = (s and Screen(s) for s in (sys.stdout, sys.stderr))
   sys.exit(main(sys.argv[1:]))

@@ -42,7 +42,10 @@ from train.step_record import Counts, NotFinite, StepRecord
 
 def main(argv: Sequence[str]) -> int:
   """Runs the verb. Returns its exit code; raises UsageError with every problem."""
-  devices = jax.devices()
+  try:
+    devices = jax.devices()
+  except RuntimeError as error:  # JAX_PLATFORMS names what is not there
+    raise UsageError([f"JAX finds no device: {str(error).splitlines()[0]}"]) from error
   command = command_line.parse(argv, devices=len(devices))
   try:
     return pretrain(command, devices)

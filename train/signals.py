@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first asks the run to save and stop, the second ends it at once.
+"""SIGTERM, SIGINT, SIGHUP: the first asks the run to save and stop, the second ends it at once.
 
 Python runs signal handlers only between two bytecodes of the main thread, which may be inside a
 compiled step or a compilation for a minute. So the handlers do nothing; a thread reads the signal
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last: the terminal was closed
 SHOW_CURSOR = "\x1b[?25h"  # the progress bar hides it, and an exit at once does not bring it back
 GRACE_SECONDS = 300.0  # to finish the step and save it; clouds give 30 s to a few minutes
 
@@ -49,7 +49,9 @@ class StopSignal:
     self._read, self._write = os.pipe()
     os.set_blocking(self._write, False)  # what set_wakeup_fd asks for
     self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-    self._before = {number: signal.signal(number, _do_nothing) for number in self._signals}
+    # Whoever started us with a signal ignored (nohup) wants it ignored.
+    heard = [number for number in self._signals if signal.getsignal(number) != signal.SIG_IGN]
+    self._before = {number: signal.signal(number, _do_nothing) for number in heard}
     self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
     self._watcher.start()
     return self

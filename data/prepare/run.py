@@ -99,7 +99,8 @@ class PrepareRequest:
 def existing(request: PrepareRequest, folder: pathlib.Path) -> Prepared | None:
   """The finished preparation in `folder`, if there is one.
 
-  Raises: RequestError when it was made by another request.
+  Raises: RequestError when it was made by another request, or when a file of it is not the one
+  that was written.
   """
   if not (folder / METADATA).is_file():
     return None
@@ -111,6 +112,11 @@ def existing(request: PrepareRequest, folder: pathlib.Path) -> Prepared | None:
     raise RequestError(
       f"{folder} already holds data prepared with {was}, but now {now} is asked for; choose "
       "another --out or remove the folder."
+    )
+  if damaged := prepared.damaged_files():
+    raise RequestError(
+      f"{folder} holds this preparation, but {', '.join(damaged)} is missing or has changed; "
+      "remove the folder and prepare again."
     )
   return prepared
 

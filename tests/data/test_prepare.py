@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,6 +149,17 @@ def test_the_same_request_does_nothing_and_another_is_refused(prepared, request_
   with pytest.raises(RequestError, match=r"slots=64.*slots=32 is asked for"):
     existing(request_of(slots=32), prepared.folder)
   assert contents(prepared.folder) == before
+
+
+def test_a_preparation_that_lost_or_changed_a_file_is_not_taken_for_a_good_one(
+  prepared, request_of, tmp_path
+):
+  folder = shutil.copytree(prepared.folder, tmp_path / "copy")
+  (folder / "compressed_id.npy").write_bytes(b"")
+  shard = prepared.train.shards[0].name
+  (folder / shard).unlink()
+  with pytest.raises(RequestError, match=rf"{shard}, compressed_id.npy is missing or has changed"):
+    existing(request_of(), folder)
 
 
 def test_all_problems_are_given_at_once(tmp_path):

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first is a request, the second and the end of the grace time an order."""
+"""SIGTERM, SIGINT, SIGHUP: the first is a request, the second or the end of the grace an order."""
 
 import os
 import pathlib
@@ -45,7 +45,7 @@ def start(folder, manner, grace=30.0):
   return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_is_a_request(tmp_path, number):
   process = start(tmp_path, "listening")
   process.send_signal(number)
