@@ -5,6 +5,8 @@ SHELL := /bin/sh
 VENV := .venv
 RUN := $(VENV)/bin/python
 JOBS ?= 2  # processes that run tests
+BENCHMARKS ?= attention indexer experts loss
+BENCH ?=  # more arguments of `python -m tests.bench`, as in BENCH="--tokens 4096"
 # XLA takes hundreds of megabytes for each step on a CPU and gives them back; with huge pages that is
 # a third less processor time (docs/log.md, 2026-11-30).
 export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
@@ -57,5 +59,8 @@ lint: setup
 	exit $$failed
 
 bench: setup
-	@if [ -d tests/bench ]; then $(RUN) -m tests.bench; \
-	else echo "Benchmarks are not there yet." >&2; exit 2; fi
+	@failed=0; \
+	for name in $(BENCHMARKS); do \
+	  $(RUN) -m tests.bench $$name --json runs/bench-$$name.json $(BENCH) || failed=1; \
+	done; \
+	exit $$failed

@@ -334,3 +334,18 @@ def test_a_tail_reaches_early_slots_through_the_global_entries_alone(run, variab
 
   assert np.any(reached(tail), axis=1).all()
   assert not np.any(reached(blind))
+
+
+def test_the_backward_pass_does_not_choose_again(variables):
+  """What an indexer costs grows with the square of the context; its choice is small and is kept."""
+  layout = batch(row(np.arange(13)))
+
+  def choices(remat, differentiate):
+    model = Model(dataclasses.replace(CFG, remat=remat))
+    total = lambda params: jnp.sum(model.apply(variables | {"params": params}, layout).hidden_BTD)
+    program = jax.make_jaxpr(jax.grad(total) if differentiate else total)(variables["params"])
+    return str(program).count(" top_k[")
+
+  routers = len(CFG.schedule())  # the only other choice in a layer, and it is made again
+  forward = choices("none", differentiate=False)
+  assert forward > routers and choices("block", differentiate=True) == forward + routers

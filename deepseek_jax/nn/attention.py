@@ -7,6 +7,7 @@ D width, r query rank, G output groups, g head channels of a group, o output ran
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from deepseek_jax.config import LayerSpec, ModelConfig
 from deepseek_jax.nn import parameters
@@ -16,8 +17,12 @@ from deepseek_jax.nn.linear import dot, fp8_input
 from deepseek_jax.ops.quantize import fake_fp8, fake_main
 from deepseek_jax.ops.rms_norm import rms_norm
 from deepseek_jax.ops.rope import frequencies, rotate
-from deepseek_jax.ops.sparse_attention import sparse_attention
+from deepseek_jax.ops.sparse_attention import plan_selection, sparse_attention
 from deepseek_jax.types import Entries, LayerCarry, Slots, Tap, no_tap
+
+# Choosing again in the backward pass would cost as much as the attention itself, and the layers
+# that share a choice keep it anyway.
+SELECTION = "selection"
 
 
 class Attention(nn.Module):
@@ -78,6 +83,11 @@ class Attention(nn.Module):
     if chooses:
       index_q, index_weights = self.indexer.queries(x_BQD, qr_BQr, slots)
       carry = self.indexer.select(index_q, index_weights, slots, entries[spec.ratio], carry)
+      plan = plan_selection(carry.selection_BQK, carry.shared_kv_BNd, q_BQHd, window=a.window)
+      selection_BQK, plan, pool_BQW = checkpoint_name(
+        (carry.selection_BQK, plan, carry.pool_BQW), SELECTION
+      )
+      carry = carry._replace(selection_BQK=selection_BQK, selection_plan=plan, pool_BQW=pool_BQW)
     attended = sparse_attention(
       q_BQHd,
       kv_BQd,
@@ -86,6 +96,7 @@ class Attention(nn.Module):
       slots.segment_start_BQ,
       self.sink,
       window=a.window,
+      plan=carry.selection_plan if spec.ratio else None,
       with_teacher=teaches,
     )
     kl = jnp.zeros((), jnp.float32)

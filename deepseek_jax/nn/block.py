@@ -3,6 +3,7 @@
 Legend: B rows, S encoder slots, T decoder slots, Q either, c streams, D width.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from flax import linen as nn
 
 from deepseek_jax.config import LayerSpec, ModelConfig
 from deepseek_jax.nn import parameters
-from deepseek_jax.nn.attention import Attention
+from deepseek_jax.nn.attention import SELECTION, Attention
 from deepseek_jax.nn.engram import Engram
 from deepseek_jax.nn.hyper_connection import HyperConnection
 from deepseek_jax.nn.moe import Moe
@@ -81,8 +82,10 @@ def _observed(tap: Tap, name: str, site):
 
 
 def make_block(cfg: ModelConfig, spec: LayerSpec, name: str, train_indexer: bool, tap: Tap):
-  """A Block whose backward pass computes again what cfg.remat says."""
-  kind = nn.remat(Block, prevent_cse=not cfg.scan_layers) if cfg.remat == "block" else Block
+  """A Block whose backward pass computes again what cfg.remat says, except its selection."""
+  keep = jax.checkpoint_policies.save_only_these_names(SELECTION)
+  remat = functools.partial(nn.remat, prevent_cse=not cfg.scan_layers, policy=keep)
+  kind = remat(Block) if cfg.remat == "block" else Block
   return kind(cfg, spec, train_indexer, tap, name=name)
 
 

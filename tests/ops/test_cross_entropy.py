@@ -110,3 +110,8 @@ def test_memory_of_value_and_gradient_is_a_fraction_of_the_logits():
   logits = tokens * vocab * 4
   assert temporary_bytes("reference") >= logits
   assert temporary_bytes("xla") < logits / 5
+
+
+def test_the_tokamax_kernel_states_that_it_needs_a_tpu():
+  with pytest.raises(NotImplementedError, match="needs a TPU, the backend is cpu"):
+    value_and_grads("tokamax", 16, "float32", inputs())

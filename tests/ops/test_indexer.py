@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 
 from deepseek_jax.layout import Document, build_layout, stack_layouts
-from deepseek_jax.ops.indexer import Choice, Visible, divergence, reference, select
+from deepseek_jax.ops.indexer import Choice, Visible, divergence, reference, select, tiles
 
 HEADS, WIDTH, SLOTS = 2, 4, 36
+# The kernels are interpreted here: arithmetic and indexing are checked, not what a compiler does.
+SELECTS = ("reference", "xla", "pallas_gpu", "pallas_tpu")
+DIVERGENCES = ("reference", "xla", "pallas_gpu")
 ROWS = ((5, 1, 23, 2), (36,))  # lengths of the documents
 
 
@@ -71,23 +74,31 @@ def lists(ids_BQK):
     yield list(kept)
 
 
-def run(arrays, seen, choice, **options):
-  call = lambda *a: select(*a, seen, choice, implementation="reference", **options)
+def run(arrays, seen, choice, implementation="reference", **options):
+  call = lambda *a: select(*a, seen, choice, implementation=implementation, **options)
   return jax.jit(call)(*arrays)
 
 
-@pytest.fixture(params=[512, 5], ids=["one chunk", "chunks of 5"])
+@pytest.fixture(params=["whole", "pieces"])
 def chunk(request, monkeypatch):
-  monkeypatch.setattr(reference, "QUERY_CHUNK", request.param)
+  """Everything at once, or chunks of queries, blocks of keys, and rows chosen block by block."""
+  if request.param == "pieces":
+    monkeypatch.setattr(reference, "QUERY_CHUNK", 5)
+    monkeypatch.setattr(tiles, "FEWEST_QUERIES", 8)
+    monkeypatch.setattr(tiles, "MOST_QUERIES", 8)
+    monkeypatch.setattr(tiles, "SCORE_TILE", tiles.ScoreTile(queries=8, keys=16, warps=1, stages=1))
+    monkeypatch.setattr(tiles, "DIRECT_PLACES", 8)
+    monkeypatch.setattr(tiles, "PRODUCT_BYTES", 7 * 4 * 2 * 8 * HEADS)  # seven keys, eight queries
+    monkeypatch.setattr(tiles, "DIVERGENCE_QUERIES", 10)
 
 
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("ratio", [1, 2])
-def test_the_best_visible_entries_are_chosen_and_ties_go_to_the_lowest_id(ratio):
+@pytest.mark.parametrize("implementation", SELECTS)
+def test_the_best_visible_entries_are_chosen_and_ties_go_to_the_lowest_id(ratio, implementation):
   arrays, seen = whole_numbers(ratio), visible(ratio)
-  got = run(arrays, seen, Choice(top_k=3), with_scores=True)
+  got = run(arrays, seen, Choice(top_k=3), implementation)
   scores_BQN = slow_scores(*arrays, seen)
-  np.testing.assert_allclose(got.scores_BQN, scores_BQN, atol=1e-6)
   want = [best(scores_N, 3) for scores_N in scores_BQN.reshape(-1, scores_BQN.shape[-1])]
   assert list(lists(got.selection_BQK)) == want
   assert [] in want, "some query sees nothing"
@@ -96,10 +107,21 @@ def test_the_best_visible_entries_are_chosen_and_ties_go_to_the_lowest_id(ratio)
 
 
 @pytest.mark.usefixtures("chunk")
-def test_a_published_pool_has_the_best_blocks_of_the_query_s_own_document():
+def test_scores_are_returned_when_asked_for():
+  arrays, seen = whole_numbers(2), visible(2)
+  got = run(arrays, seen, Choice(top_k=3), with_scores=True)
+  np.testing.assert_allclose(got.scores_BQN, slow_scores(*arrays, seen), atol=1e-6)
+  for name in SELECTS[1:]:
+    with pytest.raises(NotImplementedError, match="scores"):
+      run(arrays, seen, Choice(top_k=3), name, with_scores=True)
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("implementation", SELECTS)
+def test_a_published_pool_has_the_best_blocks_of_the_query_s_own_document(implementation):
   arrays, seen = whole_numbers(1), visible(1)
   choice = Choice(top_k=3, publish_blocks=3, block_size=4)
-  got = run(arrays, seen, choice)
+  got = run(arrays, seen, choice, implementation)
   scores_BQN = slow_scores(*arrays, seen)
   want = [
     slow_pool(scores_BQN[b, t], seen.begin_BQ[b, t], seen.end_BQ[b, t], 3, 4)
@@ -110,11 +132,14 @@ def test_a_published_pool_has_the_best_blocks_of_the_query_s_own_document():
 
 
 @pytest.mark.usefixtures("chunk")
-def test_a_pool_restricts_the_choice_to_its_blocks():
+@pytest.mark.parametrize("members_first", [True, False], ids=["members alone", "all scored"])
+@pytest.mark.parametrize("implementation", SELECTS)
+def test_a_pool_restricts_the_choice_to_its_blocks(implementation, members_first, monkeypatch):
+  monkeypatch.setitem(tiles.MEMBERS_FIRST, implementation, 0 if members_first else 1000)
   arrays, seen, other = whole_numbers(1), visible(1), whole_numbers(1, seed=7)
   choice = Choice(top_k=3, publish_blocks=2, block_size=4)
   pool_BQW = run(arrays, seen, choice).pool_BQW
-  got = run(other, seen, Choice(top_k=3, block_size=4), pool_BQW=pool_BQW)
+  got = run(other, seen, Choice(top_k=3, block_size=4), implementation, pool_BQW=pool_BQW)
   scores_BQN = slow_scores(*other, seen)
   in_pool = lambda b, t: np.isin((np.arange(SLOTS) - seen.begin_BQ[b, t]) // 4, pool_BQW[b, t])
   places = list(itertools.product(range(2), range(SLOTS)))
@@ -124,30 +149,49 @@ def test_a_pool_restricts_the_choice_to_its_blocks():
   assert any(w != f for w, f, (b, t) in zip(want, free, places, strict=True) if b == 0 and t >= 6)
 
 
-def test_a_row_with_fewer_entries_than_top_k_chooses_them_all():
+@pytest.mark.parametrize("implementation", SELECTS)
+def test_a_row_with_fewer_entries_than_top_k_chooses_them_all(implementation):
   arrays, seen = whole_numbers(2), visible(2)
-  got = run(arrays, seen, Choice(top_k=100))
+  got = run(arrays, seen, Choice(top_k=100), implementation)
+  assert got.selection_BQK.shape == (2, SLOTS, SLOTS // 2)
   ids = np.arange(SLOTS // 2)
   for b, t in itertools.product(range(2), range(SLOTS)):
     want = ids[seen.exists_BN[b] & (ids >= seen.begin_BQ[b, t]) & (ids < seen.end_BQ[b, t])]
     np.testing.assert_array_equal(np.sort(got.selection_BQK[b, t])[-len(want) or SLOTS :], want)
 
 
-def test_scores_are_rounded_to_bfloat16_where_the_released_code_does():
-  rng, seen = np.random.default_rng(3), visible(1)
-  narrow = lambda *shape: rng.normal(size=shape).astype(ml_dtypes.bfloat16)
-  q, keys, weights = (
-    narrow(2, SLOTS, HEADS, WIDTH),
-    narrow(2, SLOTS, WIDTH),
-    narrow(2, SLOTS, HEADS),
-  )
-  got = run((q, keys, weights), seen, Choice(top_k=3, scores_bf16=True), with_scores=True)
+def bfloat16_scores(shapes, seed=3):
+  """Arrays in bfloat16 and their scores with the release's three roundings."""
+  rng = np.random.default_rng(seed)
+  q, keys, weights = (rng.normal(size=shape).astype(ml_dtypes.bfloat16) for shape in shapes)
   rounded = lambda x: x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
   dots = rounded(np.einsum("bqji,bni->bqnj", np.float32(q), np.float32(keys)))
   weighted = rounded(np.maximum(dots, 0) * np.float32(weights)[:, :, None])
-  want = rounded(weighted.sum(-1))
+  return (q, keys, weights), rounded(weighted.sum(-1))
+
+
+def test_scores_are_rounded_to_bfloat16_where_the_released_code_does():
+  shapes = (2, SLOTS, HEADS, WIDTH), (2, SLOTS, WIDTH), (2, SLOTS, HEADS)
+  arrays, want = bfloat16_scores(shapes)
+  got = run(arrays, visible(1), Choice(top_k=3, scores_bf16=True), with_scores=True)
   shown = np.isfinite(got.scores_BQN)
   np.testing.assert_array_equal(got.scores_BQN[shown], want[shown])
+
+
+@pytest.mark.parametrize("implementation", SELECTS[1:])
+def test_rounded_scores_tie_and_are_chosen_as_by_the_released_code(implementation):
+  shapes = (2, SLOTS, HEADS, WIDTH), (2, SLOTS, WIDTH), (2, SLOTS, HEADS)
+  arrays, _ = bfloat16_scores(shapes)
+  choice = Choice(top_k=5, publish_blocks=3, block_size=2, scores_bf16=True)
+  want, got = run(arrays, visible(1), choice), run(arrays, visible(1), choice, implementation)
+  np.testing.assert_array_equal(got.selection_BQK, want.selection_BQK)
+  np.testing.assert_array_equal(got.pool_BQW, want.pool_BQW)
+  pooled = Choice(top_k=5, block_size=2, scores_bf16=True)
+  want, got = (
+    run(arrays, visible(1), pooled, name, pool_BQW=want.pool_BQW)
+    for name in ("reference", implementation)
+  )
+  np.testing.assert_array_equal(got.selection_BQK, want.selection_BQK)
 
 
 def divergence_case():
@@ -178,17 +222,19 @@ def slow_divergence(arrays, selection_BQK, teacher_BQK, counts_BQ):
 
 
 @pytest.mark.usefixtures("chunk")
-def test_divergence_is_the_sum_over_counting_queries():
+@pytest.mark.parametrize("implementation", DIVERGENCES)
+def test_divergence_is_the_sum_over_counting_queries(implementation):
   arrays, *rest = divergence_case()
-  got = jax.jit(lambda *a: divergence(*a, implementation="reference"))(*arrays, *rest)
+  got = jax.jit(lambda *a: divergence(*a, implementation=implementation))(*arrays, *rest)
   assert got == pytest.approx(slow_divergence(arrays, *rest), rel=1e-5)
 
 
 @pytest.mark.usefixtures("chunk")
-def test_divergence_has_its_slope_as_gradient_and_teaches_the_student_alone():
+@pytest.mark.parametrize("implementation", DIVERGENCES)
+def test_divergence_has_its_slope_as_gradient_and_teaches_the_student_alone(implementation):
   (q, keys, weights), selection, teacher, counts = divergence_case()
   of_all = lambda q, keys, weights, teacher: divergence(
-    q, keys, weights, selection, teacher, counts, implementation="reference"
+    q, keys, weights, selection, teacher, counts, implementation=implementation
   )
   *grads, d_teacher = jax.jit(jax.grad(of_all, range(4)))(q, keys, weights, teacher)
   assert not np.any(d_teacher)
@@ -204,10 +250,12 @@ def test_divergence_has_its_slope_as_gradient_and_teaches_the_student_alone():
   assert not np.any(grads[0][~counts]), "queries that do not count teach nothing"
 
 
-def test_divergence_of_queries_without_a_choice_is_zero_with_finite_gradients():
+@pytest.mark.parametrize("implementation", DIVERGENCES)
+def test_divergence_of_queries_without_a_choice_is_zero_with_finite_gradients(implementation):
   arrays, selection, teacher, counts = divergence_case()
   nothing = jnp.full_like(selection, -1)
-  of = lambda *arrays: divergence(*arrays, nothing, 0 * teacher, counts)
+  rest = nothing, 0 * teacher, counts
+  of = lambda *arrays: divergence(*arrays, *rest, implementation=implementation)
   value, grads = jax.value_and_grad(of, (0, 1, 2))(*arrays)
   assert value == 0
   assert all(np.all(g == 0) for g in grads)

@@ -4,9 +4,13 @@ import jax
 import jax.numpy as jnp
 
 from deepseek_jax.ops import dispatch
-from deepseek_jax.ops.cross_entropy import reference, xla
+from deepseek_jax.ops.cross_entropy import reference, tokamax_tpu, xla
 
-_IMPLEMENTATIONS = {"reference": reference.token_nll, "xla": xla.token_nll}
+_IMPLEMENTATIONS = {
+  "reference": reference.token_nll,
+  "xla": xla.token_nll,
+  "tokamax": tokamax_tpu.token_nll,
+}
 
 
 def linear_token_nll(
@@ -29,7 +33,8 @@ def linear_token_nll(
     chunk_tokens: tokens whose logits exist at a time, in the backward pass too, which computes
       them again.
     compute_dtype: of the matmul operands; products add up in float32 and statistics are float32.
-    implementation: "xla", or "reference", which holds all logits; None picks.
+    implementation: "xla", "reference", which holds all logits, or "tokamax", a TPU kernel on one
+      device that is never picked by itself; None picks.
 
   Returns: float32 [X]. Gradients come in the dtypes of hidden_XD and head_VD; that of the head adds
     up in float32 over the chunks.

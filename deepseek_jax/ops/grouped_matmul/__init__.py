@@ -6,9 +6,14 @@ Legend: P rows, G groups, K input width, N output width.
 import jax
 
 from deepseek_jax.ops import dispatch
-from deepseek_jax.ops.grouped_matmul import blocked, ragged
+from deepseek_jax.ops.grouped_matmul import pallas_gpu, pallas_tpu, reference, xla
 
-_IMPLEMENTATIONS = {"reference": blocked.grouped_matmul, "pallas_tpu": ragged.grouped_matmul}
+_IMPLEMENTATIONS = {
+  "reference": reference.grouped_matmul,
+  "xla": xla.grouped_matmul,
+  "pallas_gpu": pallas_gpu.grouped_matmul,
+  "pallas_tpu": pallas_tpu.grouped_matmul,
+}
 
 
 def grouped_matmul(
@@ -25,9 +30,12 @@ def grouped_matmul(
     x_PK: groups one after the other; rows past the last group must be zero.
     w_GKN: one matrix per group, x's dtype.
     group_rows_G: int32, multiples of block_rows.
-    block_rows: no block of this many rows spans two groups.
+    block_rows: no block of this many rows spans two groups; "pallas_gpu" takes multiples of 64.
+    implementation: "pallas_gpu" (Hopper), "pallas_tpu", "xla", which holds few copies of matrices,
+      or "reference" with a copy for every block; None picks.
 
-  Returns: [P, N] in x's dtype, float32 accumulation.
+  Returns: [P, N] in x's dtype, float32 accumulation; zero past the last group. The gradient of w
+    adds up in float32 over a group's rows and comes in w's dtype.
   """
   return dispatch.call(
     _IMPLEMENTATIONS, implementation, x_PK, w_GKN, group_rows_G, block_rows=block_rows

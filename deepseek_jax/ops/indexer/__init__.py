@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 
 from deepseek_jax.ops import dispatch
-from deepseek_jax.ops.indexer import reference
+from deepseek_jax.ops.indexer import chosen, pallas_gpu, pallas_tpu, reference, xla
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,17 @@ class Selected(NamedTuple):
   scores_BQN: jax.Array | None  # float32, minus infinity where nothing is visible
 
 
-_SELECT = {"reference": reference.select}
-_DIVERGENCE = {"reference": reference.divergence}
+_SELECT = {
+  "reference": reference.select,
+  "xla": xla.select,
+  "pallas_gpu": pallas_gpu.select,
+  "pallas_tpu": pallas_tpu.select,
+}
+_DIVERGENCE = {
+  "reference": reference.divergence,
+  "xla": chosen.by_scatter,
+  "pallas_gpu": chosen.by_sorted_rows,
+}
 
 
 def select(

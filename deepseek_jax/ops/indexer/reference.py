@@ -34,7 +34,7 @@ def select(
 def _select_chunk(start, queries, *, keys_BNi, exists_BN, choice, with_scores):
   del start
   q_BCIi, weights_BCI, begin_BC, end_BC, pool_BCW = queries
-  scores_BCN = _scores(q_BCIi, keys_BNi, weights_BCI, choice.scores_bf16)
+  scores_BCN = scores(q_BCIi, keys_BNi, weights_BCI, choice.scores_bf16)
   entry_N = jnp.arange(keys_BNi.shape[1])
   inside_BCN = (entry_N >= begin_BC[..., None]) & (entry_N < end_BC[..., None])
   scores_BCN = jnp.where(inside_BCN & exists_BN[:, None], scores_BCN, _NEGATIVE)
@@ -42,24 +42,29 @@ def _select_chunk(start, queries, *, keys_BNi, exists_BN, choice, with_scores):
   if pool_BCW is not None:
     member_BCN = _in_pool(pool_BCW, begin_BC, entry_N, choice.block_size)
     allowed_BCN = jnp.where(member_BCN, scores_BCN, _NEGATIVE)
-  selection_BCK = _top_ids(allowed_BCN, choice.top_k)
+  selection_BCK = top_ids(allowed_BCN, choice.top_k)
   published_BCW = None
   if choice.publish_blocks:
-    published_BCW = _best_blocks(scores_BCN, begin_BC, end_BC, choice)
+    published_BCW = best_blocks(scores_BCN, begin_BC, end_BC, choice)
   return selection_BCK, published_BCW, scores_BCN if with_scores else None
 
 
-def _scores(q_BCIi, keys_BNi, weights_BCI, scores_bf16: bool):
-  """sum_h w_h relu(q_h . k_n) in float32; with scores_bf16 rounded at three places, as released."""
+def scores(
+  q_BCIi, keys_BNi, weights_BCI, scores_bf16: bool = False, *, products: str = "bcji,bni->bcjn"
+):
+  """sum_h w_h relu(q_h . k_n) in float32; with scores_bf16 rounded at three places, as released.
+
+  With other products, "bcji,bcni->bcjn", every query has its own keys.
+  """
   # A cast there and back is dropped by the compiler; reduce_precision to bfloat16's bits is not.
   rounded = (lambda x: jax.lax.reduce_precision(x, 8, 7)) if scores_bf16 else lambda x: x
-  product_BCIN = einsum_f32("bcji,bni->bcjn", q_BCIi, keys_BNi)
+  product_BCIN = einsum_f32(products, q_BCIi, keys_BNi)
   active_BCIN = jax.nn.relu(rounded(product_BCIN))
   weighted_BCIN = rounded(active_BCIN * weights_BCI.astype(jnp.float32)[..., None])
   return rounded(jnp.sum(weighted_BCIN, axis=2))
 
 
-def _top_ids(scores_BCN, count: int):
+def top_ids(scores_BCN, count: int):
   """Ids of the `count` best finite scores, ascending, -1 at the end; ties go to the lowest id."""
   size = scores_BCN.shape[-1]
   best, ids = jax.lax.top_k(scores_BCN, min(count, size))
@@ -67,7 +72,7 @@ def _top_ids(scores_BCN, count: int):
   return jnp.where(ids < size, ids, -1).astype(jnp.int32)
 
 
-def _best_blocks(scores_BCN, begin_BC, end_BC, choice):
+def best_blocks(scores_BCN, begin_BC, end_BC, choice):
   """Ids of the pool blocks, counted from the document's first entry."""
   block, size = choice.block_size, scores_BCN.shape[-1]
   # Bring each document's first entry to position 0, so that no block spans two documents.
@@ -77,7 +82,7 @@ def _best_blocks(scores_BCN, begin_BC, end_BC, choice):
   best_BCG = jnp.max(own_BCN.reshape(*own_BCN.shape[:-1], -1, block), axis=-1)
   newest_BC = (end_BC - begin_BC - 1) // block  # -1, no block, where nothing is visible
   pinned_BCG = jnp.arange(best_BCG.shape[-1]) == newest_BC[..., None]
-  return _top_ids(jnp.where(pinned_BCG, jnp.inf, best_BCG), choice.publish_blocks)
+  return top_ids(jnp.where(pinned_BCG, jnp.inf, best_BCG), choice.publish_blocks)
 
 
 def _in_pool(pool_BCW, begin_BC, entry_N, block: int):
@@ -98,9 +103,14 @@ def divergence(q_BQIi, keys_BNi, head_weights_BQI, selection_BQK, teacher_BQK, c
 def _divergence_chunk(start, queries, *, keys_BNi):
   del start
   q_BCIi, weights_BCI, selection_BCK, teacher_BCK = queries
-  scores_BCN = _scores(q_BCIi, keys_BNi, weights_BCI, scores_bf16=False)
-  chosen_BCK = selection_BCK >= 0
+  scores_BCN = scores(q_BCIi, keys_BNi, weights_BCI, scores_bf16=False)
   scores_BCK = jnp.take_along_axis(scores_BCN, jnp.maximum(selection_BCK, 0), axis=-1)
+  return kl_from_scores(scores_BCK, selection_BCK, teacher_BCK)
+
+
+def kl_from_scores(scores_BCK, selection_BCK, teacher_BCK):
+  """[B,C] KL(teacher || softmax of scores) over the chosen entries."""
+  chosen_BCK = selection_BCK >= 0
   scores_BCK = jnp.where(chosen_BCK, scores_BCK, -1e30)
   log_student_BCK = jax.nn.log_softmax(scores_BCK, axis=-1)
   total_BC1 = jnp.sum(teacher_BCK, axis=-1, keepdims=True)

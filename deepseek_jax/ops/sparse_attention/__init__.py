@@ -3,12 +3,15 @@
 Legend: B rows, Q queries, H heads, d head width, N entry cells, K chosen entries.
 """
 
-from typing import NamedTuple
+import functools
+import importlib
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
 
 from deepseek_jax.ops import dispatch
-from deepseek_jax.ops.sparse_attention import reference
+from deepseek_jax.ops.sparse_attention import reference, vjp
 
 
 class Attended(NamedTuple):
@@ -17,7 +20,53 @@ class Attended(NamedTuple):
   teacher_BQK: jax.Array | None  # float32, detached: probability of each choice, summed over heads
 
 
-_IMPLEMENTATIONS = {"reference": reference.sparse_attention}
+_KERNELS = ("pallas_gpu", "pallas_triton", "pallas_tpu")  # modules of this package
+
+
+def _backend(name: str) -> ModuleType:
+  """Imported at first use: kernels reach into parts of JAX that differ between its versions."""
+  try:
+    return importlib.import_module(f"{__name__}.{name}")
+  except ImportError as error:
+    raise NotImplementedError(f"{name} does not fit jax {jax.__version__}: {error}") from error
+
+
+def _attend_with(name: str, *arrays, **options):
+  return vjp.attend(_backend(name), *arrays, **options)
+
+
+_IMPLEMENTATIONS = {
+  "reference": reference.sparse_attention,
+  **{name: functools.partial(_attend_with, name) for name in _KERNELS},
+}
+
+
+def plan_selection(
+  selection_BQK: jax.Array,
+  entry_kv_BNd: jax.Array,
+  q_BQHd: jax.Array,
+  *,
+  window: int,
+  implementation: str | None = None,
+) -> Any:
+  """What the kernels derive from a selection, once for all layers and passes that use it.
+
+  Returns: a tree of arrays for `sparse_attention(plan=)`, of the implementation that the same
+    arguments choose there; None where that one needs no plan.
+  """
+  return dispatch.call(_PLANS, implementation, selection_BQK, entry_kv_BNd, q_BQHd, window=window)
+
+
+def _plan_with(name: str, selection_BQK, entry_kv_BNd, q_BQHd, *, window: int):
+  backend = _backend(name)
+  backend.require(q_BQHd, window)
+  return backend.plan(selection_BQK, entry_kv_BNd.shape[1], window=window)
+
+
+_PLANS = {
+  "reference": reference.plan,
+  **{name: functools.partial(_plan_with, name) for name in _KERNELS},
+}
 
 
 def sparse_attention(
@@ -29,6 +78,7 @@ def sparse_attention(
   sink_H: jax.Array,
   *,
   window: int,
+  plan: Any = None,
   with_teacher: bool = False,
   implementation: str | None = None,
 ) -> Attended:
@@ -47,8 +97,11 @@ def sparse_attention(
     segment_start_BQ: int32 first slot that a query may reach.
     sink_H: float32 logit of the sink.
     window: slots, the query's own included.
+    plan: plan_selection of the same selection; None makes it here, again in every layer.
     with_teacher: also return the head-summed probability of every chosen entry.
     implementation: a name, or None for the best one on this device.
+
+  Raises: NotImplementedError where a named implementation cannot take the shapes or the device.
   """
   return Attended(
     *dispatch.call(
@@ -61,6 +114,7 @@ def sparse_attention(
       segment_start_BQ,
       sink_H,
       window=window,
+      plan=plan,
       with_teacher=with_teacher,
     )
   )

@@ -25,8 +25,10 @@ def sparse_attention(
   sink_H,
   *,
   window: int,
+  plan: None = None,
   with_teacher: bool,
 ):
+  del plan  # it needs none
   chunk = max(1, QUERY_CHUNK // window) * window
   # A block of slots before the row and whole chunks after it: every block then has two key blocks.
   end = -q_BQHd.shape[1] % min(chunk, -(-q_BQHd.shape[1] // window) * window)
@@ -40,6 +42,10 @@ def sparse_attention(
     with_teacher=with_teacher,
   )
   return over_queries(body, (q_BQHd, selection_BQK, segment_start_BQ), chunk)
+
+
+def plan(selection_BQK, entry_kv_BNd, q_BQHd, *, window: int) -> None:
+  del selection_BQK, entry_kv_BNd, q_BQHd, window
 
 
 def _chunk(start, queries, *, keys_BSd, entry_kv_BNd, sink_H, window, with_teacher):

@@ -1,0 +1,77 @@
+"""How much of the indexer's work is done at a time, and which path is taken; with the reasons.
+
+Times are estimates for one H200 from its measured peaks (790 TFLOP/s, about 4.5 TB/s from L2;
+spec of the release: 32 heads x 128) unless a line says "measured".
+"""
+
+import dataclasses
+
+# Scores of a chunk of queries are written out before the best are taken: float32 [B, C, N].
+SCORE_BYTES = 2**28
+# Products [B, C, I, part of N] and gathered keys [B, C, members, i] of the plain-JAX paths.
+PRODUCT_BYTES = 2**28
+# Queries of a chunk: beyond this many a chunk gains nothing, below it kernels have idle processors.
+MOST_QUERIES, FEWEST_QUERIES = 4096, 64
+
+# Places that one program of the choosing kernel looks at. 8192 values are 16 registers of each of
+# 512 threads; a longer row first chooses blocks by their maxima.
+DIRECT_PLACES, MOST_PLACES = 8192, 32768
+
+# Queries whose gathered keys and key-gradient rows exist at a time in the divergence: 1024 x 512
+# rows of 128 float32 channels are 268 MB.
+DIVERGENCE_QUERIES = 1024
+
+# A restricted layer may score its pool's members alone, or score every visible entry and then look
+# at the members. Members are gathered rows, bound by L2 (GPU) or by small copies (TPU); a scan is
+# bound by the matrix units but grows with the context. The members win from this many entries per
+# pool member on:
+#   pallas_gpu  16,384 x 256 B per query from L2 are 0.93 us; a causal scan of N entries at 350
+#               TFLOP/s is N x 11.7 ps: equal at N = 80,000, 5 entries per member.
+#   xla         gathered rows are written, read, and multiplied: about 3 us; a scan moves 256 B of
+#               products per entry whether visible or not: equal at N = 48,000, 3 per member.
+#   pallas_tpu  rows gathered at 0.5 TB/s take 8.4 us, a causal scan at 284 TFLOP/s N x 14 ps.
+MEMBERS_FIRST = {"pallas_gpu": 5, "xla": 3, "pallas_tpu": 36}
+
+
+def query_chunk(bytes_per_query: int, limit: int) -> int:
+  """Queries at a time so that they take at most `limit` bytes, a power of two in the bounds."""
+  fits = max(1, limit // max(1, bytes_per_query))
+  return min(MOST_QUERIES, max(FEWEST_QUERIES, 1 << (fits.bit_length() - 1)))
+
+
+def scores_members(implementation: str, entries: int, members: int) -> bool:
+  """Whether a restricted layer scores its pool's members alone rather than every entry."""
+  return entries > MEMBERS_FIRST[implementation] * members
+
+
+def block_size(places: int, count: int) -> int:
+  """Entries of the blocks by whose maxima a row of `places` is narrowed; 1 for none.
+
+  The `count` best blocks hold the `count` best entries. Both rounds, places / size blocks and
+  count * size entries, should fit one program.
+  """
+  if places <= DIRECT_PLACES:
+    return 1
+  size = 2
+  while places > size * DIRECT_PLACES and 2 * size * count <= DIRECT_PLACES:
+    size *= 2
+  return size
+
+
+def choose_warps(places: int) -> int:
+  """Warps of a program that chooses among `places`: 16 values for each thread, up to 512 threads."""
+  return max(1, min(16, places // 512))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreTile:
+  """What one program of a score kernel computes, and with what."""
+
+  queries: int
+  keys: int
+  warps: int
+  stages: int
+
+
+SCORE_TILE = ScoreTile(queries=64, keys=128, warps=4, stages=3)
+MEMBER_TILE = ScoreTile(queries=1, keys=128, warps=4, stages=3)

@@ -1,0 +1,78 @@
+"""One gradient rule for every back end of sparse attention.
+
+Legend: B rows, Q queries, H heads, d head width, N entry cells, K chosen entries.
+"""
+
+import functools
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+
+
+def attend(
+  backend: ModuleType,
+  q_BQHd,
+  window_kv_BQd,
+  entry_kv_BNd,
+  selection_BQK,
+  segment_start_BQ,
+  sink_H,
+  *,
+  window: int,
+  plan,
+  with_teacher: bool,
+):
+  """out, lse and teacher of a back end; the gradient keeps its inputs, out and lse.
+
+  With p the probability of a key: dp = d_out . k, ds = p (dp - delta), delta = out . d_out - d_lse.
+  The sink is a key without a value: d_sink = -sum p_sink delta. The teacher has no gradient.
+  """
+  backend.require(q_BQHd, window)
+  if plan is None and selection_BQK is not None:
+    plan = backend.plan(selection_BQK, entry_kv_BNd.shape[1], window=window)
+  out_BQHd, lse_BQH = _attend(
+    backend,
+    window,
+    q_BQHd,
+    window_kv_BQd,
+    entry_kv_BNd,
+    selection_BQK,
+    segment_start_BQ,
+    sink_H,
+    plan,
+  )
+  teacher_BQK = None
+  if with_teacher:
+    detached = jax.lax.stop_gradient((q_BQHd, entry_kv_BNd, lse_BQH))
+    teacher_BQK = backend.teacher(detached[0], detached[1], selection_BQK, detached[2])
+  return out_BQHd, lse_BQH, teacher_BQK
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(backend, window, q, window_kv, entry_kv, selection, segment_start, sink, plan):
+  return backend.forward(
+    q, window_kv, entry_kv, selection, segment_start, sink, plan, window=window
+  )
+
+
+def _forward(backend, window, *arrays):
+  out_BQHd, lse_BQH = _attend(backend, window, *arrays)
+  return (out_BQHd, lse_BQH), (arrays, out_BQHd, lse_BQH)
+
+
+def _backward(backend, window, saved, cotangents):
+  (q, window_kv, entry_kv, selection, segment_start, sink_H, plan), out_BQHd, lse_BQH = saved
+  d_out_BQHd, d_lse_BQH = cotangents
+  product_BQHd = out_BQHd.astype(jnp.float32) * d_out_BQHd.astype(jnp.float32)
+  delta_BQH = jnp.sum(product_BQHd, axis=-1) - d_lse_BQH
+  d_sink_H = -jnp.sum(jnp.exp(sink_H - lse_BQH) * delta_BQH, axis=(0, 1))
+  d_q, d_window_kv, d_entry_kv = backend.backward(
+    q, window_kv, entry_kv, selection, segment_start, plan, lse_BQH, delta_BQH, d_out_BQHd,
+    window=window,
+  )  # fmt: skip
+  d_entry_kv = None if entry_kv is None else d_entry_kv.astype(entry_kv.dtype)
+  return d_q, d_window_kv.astype(window_kv.dtype), d_entry_kv, None, None, d_sink_H, None
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,116 @@
+"""Speed, memory and error of the ops that carry the model, per implementation and shape.
+
+  python -m tests.bench attention|indexer|experts|loss --json F [--tokens 4096,16384,65536]
+      [--ratio 1,2] [--selection random,clustered] [--implementation a,b] [--repeat 3]
+  python -m tests.bench schedule --chip v5p,v6e,tpu7x --json F
+
+`make bench` runs the first four; on a CPU with tiny sizes, which says only that they work. Prints
+a table and writes one JSON document: date, device, driver, jax version, what the device can do at
+most (a bfloat16 matrix product and a copy, measured in the same run), and a record per
+implementation and shape. A case that fails or is refused leaves a record that says why. `schedule`
+needs no accelerator: it reports cycles of the TPU kernels from the compiler's final schedule.
+"""
+
+import argparse
+import datetime
+import importlib
+import json
+import pathlib
+import subprocess
+
+import jax
+from rich.console import Console
+
+from deepseek_jax.ops import dispatch
+from tests.bench import case, measure, report
+
+_MEASURED = ("attention", "indexer", "experts", "loss")
+_CHIPS = "v5p,v6e,tpu7x"
+_REFERENCE_TOKENS = 4096
+_ACCELERATOR = "release", (4096, 16_384, 65_536)
+_CPU = "tiny", (64,)
+# Beginnings of names that are not tried unless asked for: they would be refused or, on a CPU,
+# interpreted.
+_FOREIGN = {
+  "cpu": ("pallas_", "tokamax"),
+  "gpu": ("pallas_tpu", "tokamax"),
+  "tpu": ("pallas_gpu", "pallas_triton"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+  options = _parser().parse_args(arguments)
+  document = {
+    "benchmark": options.benchmark,
+    "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    "jax": jax.__version__,
+    "records": [],
+  }
+  console = Console(width=max(Console().width, report.WIDTH))
+  try:
+    if options.benchmark == "schedule":
+      schedule = importlib.import_module("tests.bench.schedule")
+      document["records"] = schedule.run(options.chip)
+    else:
+      _measure(options, document, console)
+  finally:
+    if options.json:
+      options.json.parent.mkdir(parents=True, exist_ok=True)
+      options.json.write_text(json.dumps(document, indent=1) + "\n")
+  console.print(report.table(document))
+  return int(any("error" in record for record in document["records"]))
+
+
+def _parser() -> argparse.ArgumentParser:
+  names = lambda text: tuple(text.split(","))
+  numbers = lambda text: tuple(int(word) for word in text.split(","))
+  parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+  parser.formatter_class = argparse.RawDescriptionHelpFormatter
+  parser.add_argument("benchmark", choices=(*_MEASURED, "schedule"))
+  parser.add_argument("--json", type=pathlib.Path)
+  parser.add_argument("--tokens", type=numbers, help="default: 4096,16384,65536; on a CPU 64")
+  parser.add_argument("--ratio", type=numbers, default=(1, 2), help="tokens per entry")
+  parser.add_argument("--selection", type=names, default=("random", "clustered"))
+  parser.add_argument("--implementation", type=names, help="default: all that this device may use")
+  parser.add_argument("--repeat", type=int, default=1, help="rounds over all cases")
+  parser.add_argument("--sizes", choices=case.SIZES, help="default: release; on a CPU tiny")
+  parser.add_argument("--chip", type=names, default=names(_CHIPS), help="for schedule")
+  return parser
+
+
+def _measure(options, document: dict, console: Console) -> None:
+  benchmark = importlib.import_module(f"tests.bench.{options.benchmark}")
+  device = dispatch.device()
+  sizes, tokens = _CPU if device.platform == "cpu" else _ACCELERATOR
+  sizes = options.sizes or sizes
+  document |= {"device": device.kind, "driver": _driver(), "sizes": sizes, "peaks": []}
+  foreign = _FOREIGN[device.platform]
+  own = tuple(name for name in benchmark.IMPLEMENTATIONS if not name.startswith(foreign))
+  request = case.Request(
+    sizes=case.SIZES[sizes],
+    tokens=options.tokens or tokens,
+    ratios=options.ratio,
+    selections=options.selection,
+    implementations=options.implementation or own,
+    reference_tokens=None if options.implementation else _REFERENCE_TOKENS,
+  )
+  for turn in range(options.repeat):
+    peaks = measure.peaks()
+    document["peaks"].append(peaks._asdict())
+    for record in case.records(options.benchmark, benchmark.cases(request), peaks):
+      document["records"].append(record | {"round": turn})
+      console.print(*report.row(record), sep=" | ", soft_wrap=True, highlight=False)
+
+
+def _driver() -> str | None:
+  """Version of the NVIDIA driver; None where there is none to ask."""
+  command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+  try:
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+  except (OSError, subprocess.SubprocessError):
+    return None
+  return answer.stdout.split("\n")[0].strip()
+
+
+if __name__ == "__main__":
+  raise SystemExit(main())
