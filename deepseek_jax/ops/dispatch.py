@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -34,13 +34,20 @@ def device() -> Device:
   return Device(first.platform, first.device_kind, getattr(first, "core_count", None))
 
 
-def call(implementations: Mapping[str, Callable], name: str | None, *args, **kwargs) -> Any:
+def call(
+  implementations: Mapping[str, Callable],
+  name: str | None,
+  *args,
+  slow: Collection[str] = (),
+  **kwargs,
+) -> Any:
   """Runs one of the implementations of an op.
 
   Args:
     implementations: name -> function; "reference" is always among them and takes everything.
     name: the one to run; None runs the first of the device's preference that takes the arguments,
       and logs which one that was, once per op.
+    slow: names that are never taken unless asked for, since plain JAX is as fast for these shapes.
     *args, **kwargs: go to the implementation.
 
   Raises: ValueError for an unknown name; whatever a named implementation raises, in particular
@@ -52,7 +59,7 @@ def call(implementations: Mapping[str, Callable], name: str | None, *args, **kwa
     return implementations[name](*args, **kwargs)
   platform = device().platform
   for candidate in _PREFERENCE[platform]:
-    if candidate not in implementations:
+    if candidate not in implementations or candidate in slow:
       continue
     try:
       result = implementations[candidate](*args, **kwargs)

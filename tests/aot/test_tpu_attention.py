@@ -19,7 +19,7 @@ MIB = 2**20
 
 
 def compiled(generation, entries, which, heads=HEADS):
-  """Plan and one pass over one row of the batch."""
+  """One pass over one row of the batch."""
   struct = jax.ShapeDtypeStruct
   q = struct((1, QUERIES, heads, WIDTH), jnp.bfloat16)
   window_kv = struct((1, QUERIES, WIDTH), jnp.bfloat16)
@@ -29,25 +29,27 @@ def compiled(generation, entries, which, heads=HEADS):
   if entries:
     entry_kv = struct((1, entries, WIDTH), jnp.bfloat16)
     selection = struct((1, QUERIES, TOP_K), jnp.int32)
-  plan = lambda ids: None if ids is None else pallas_tpu.plan(ids, entries, window=WINDOW)
+  plan = None
+  if entries:
+    make = lambda ids: pallas_tpu.plan(ids, entries, window=WINDOW)
+    with targets.tracing_for(targets.tpu(generation)):
+      plan = jax.eval_shape(make, selection)
 
-  def forward(q, window_kv, entry_kv, selection, segment_start, sink):
+  def forward(q, window_kv, entry_kv, selection, segment_start, sink, plan):
     pallas_tpu.require(q, WINDOW)
-    arrays = (q, window_kv, entry_kv, selection, segment_start, sink, plan(selection))
+    arrays = (q, window_kv, entry_kv, selection, segment_start, sink, plan)
     return pallas_tpu.forward(*arrays, window=WINDOW)
 
-  def backward(q, window_kv, entry_kv, selection, segment_start, lse, delta, d_out):
-    arrays = (q, window_kv, entry_kv, selection, segment_start, plan(selection), lse, delta, d_out)
-    return pallas_tpu.backward(*arrays, window=WINDOW)
-
+  backward = lambda *arrays: pallas_tpu.backward(*arrays, window=WINDOW)
   shared = (q, window_kv, entry_kv, selection, segment_start)
   if which == "forward":
-    return targets.compile_for(targets.tpu(generation), forward, *shared, sink)
-  return targets.compile_for(targets.tpu(generation), backward, *shared, statistic, statistic, q)
+    return targets.compile_for(targets.tpu(generation), forward, *shared, sink, plan)
+  arrays = (*shared, plan, statistic, statistic, q)
+  return targets.compile_for(targets.tpu(generation), backward, *arrays)
 
 
-# Temporaries: lists of the selection (2 x 16 MiB, once more for each chunk), the packed table, and
-# the sums of entries of each core and chunk.
+# Temporaries: the lists with places of a chunk (2 x 16 MiB for each), the packed table, and the
+# sums of entries of each core and chunk.
 @pytest.mark.parametrize("generation", ["v5p", "v6e", "tpu7x"])
 @pytest.mark.parametrize(
   ("which", "limit"), [("forward", 256 * MIB), ("backward", 512 * MIB)], ids=lambda x: str(x)
@@ -74,3 +76,11 @@ def test_the_window_alone_compiles(generation):
 def test_fewer_heads_compile():
   for which in ("forward", "backward"):
     assert compiled("v6e", 4096, which, heads=16).memory_analysis().temp_size_in_bytes > 0
+
+
+@pytest.mark.parametrize("generation", ["v5p", "v6e", "tpu7x"])
+def test_the_plan_compiles_and_needs_little_beside_its_result(generation):
+  selection = jax.ShapeDtypeStruct((1, QUERIES, TOP_K), jnp.int32)
+  make = lambda ids: pallas_tpu.plan(ids, 32768, window=WINDOW)
+  memory = targets.compile_for(targets.tpu(generation), make, selection).memory_analysis()
+  assert memory.temp_size_in_bytes <= 64 * MIB

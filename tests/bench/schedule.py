@@ -64,7 +64,7 @@ def run(
 
 
 def _record(chip: str, kernel: str, tile: int) -> dict:
-  record = {"chip": chip, "kernel": kernel}
+  record: dict = {"chip": chip, "kernel": kernel}
   with tempfile.TemporaryDirectory() as folder:
     flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
     done = subprocess.run(

@@ -37,6 +37,12 @@ def test_automatic_choice_prefers_the_first_that_takes_the_arguments():
   assert dispatch.call(implementations, None, x=9) == ("reference", 9)
 
 
+def test_what_is_slow_for_a_shape_runs_only_when_named():
+  implementations = {"reference": reference, "xla": limited}
+  assert dispatch.call(implementations, None, 8, slow=("xla",)) == ("reference", 8)
+  assert dispatch.call(implementations, "xla", 8, slow=("xla",)) == ("xla", 8)
+
+
 def test_automatic_choice_hides_no_other_error():
   with pytest.raises(TypeError, match="cannot take 1"):
     dispatch.call({"reference": reference, "xla": broken}, None, 1)

@@ -71,7 +71,11 @@ def select(
     q_BQIi, keys_BNi: rotated, and fake-quantized where the stage says so.
     head_weights_BQI: signed, scaled.
     pool_BQW: int32 block ids, -1 for none.
-    with_scores: also return the scores before the pool's restriction, all [B,Q,N] of them.
+    with_scores: also return the scores before the pool's restriction, all [B,Q,N] of them; what
+      the reference is for.
+    implementation: a name, or None for the best one on this device. All choose the same ids where
+      products and sums are exact in float32; elsewhere they add heads in orders of their own, and
+      ids may differ where scores lie within their last bits.
   """
   return Selected(
     *dispatch.call(

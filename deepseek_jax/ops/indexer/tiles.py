@@ -1,7 +1,7 @@
 """How much of the indexer's work is done at a time, and which path is taken; with the reasons.
 
-Times are estimates for one H200 from its measured peaks (790 TFLOP/s, about 4.5 TB/s from L2;
-spec of the release: 32 heads x 128) unless a line says "measured".
+Times are estimates for 32 heads x 128 channels, on one H200 from its measured peaks (790 TFLOP/s,
+about 4.5 TB/s from L2), unless a line says "measured".
 """
 
 import dataclasses
@@ -25,12 +25,11 @@ DIVERGENCE_QUERIES = 1024
 # at the members. Members are gathered rows, bound by L2 (GPU) or by small copies (TPU); a scan is
 # bound by the matrix units but grows with the context. The members win from this many entries per
 # pool member on:
-#   pallas_gpu  16,384 x 256 B per query from L2 are 0.93 us; a causal scan of N entries at 350
-#               TFLOP/s is N x 11.7 ps: equal at N = 80,000, 5 entries per member.
-#   xla         gathered rows are written, read, and multiplied: about 3 us; a scan moves 256 B of
-#               products per entry whether visible or not: equal at N = 48,000, 3 per member.
+#   pallas_gpu  measured for 65,536 queries of 65,536 entries: members 49.9 ms, all of them and then
+#               the members 75.8 ms; a scan grows with N: equal at N = 43,000, 2.6 per member.
+#   xla         measured on the H200 as above: 620 ms and 769 ms, equal at 3.2 per member.
 #   pallas_tpu  rows gathered at 0.5 TB/s take 8.4 us, a causal scan at 284 TFLOP/s N x 14 ps.
-MEMBERS_FIRST = {"pallas_gpu": 5, "xla": 3, "pallas_tpu": 36}
+MEMBERS_FIRST = {"pallas_gpu": 2.6, "xla": 3.2, "pallas_tpu": 36}
 
 
 def query_chunk(bytes_per_query: int, limit: int) -> int:
@@ -59,7 +58,7 @@ def block_size(places: int, count: int) -> int:
 
 
 def choose_warps(places: int) -> int:
-  """Warps of a program that chooses among `places`: 16 values for each thread, up to 512 threads."""
+  """Warps of a program that chooses among `places`: 16 values a thread, up to 512 threads."""
   return max(1, min(16, places // 512))
 
 
@@ -73,5 +72,7 @@ class ScoreTile:
   stages: int
 
 
-SCORE_TILE = ScoreTile(queries=64, keys=128, warps=4, stages=3)
+# Measured, all 65,536 entries visible: 495 TFLOP/s; 3 stages 478, 4 stages 451, 64 x 256 keys 396,
+# 128 x 128 364, 128 x 64 398, 128 x 256 280.
+SCORE_TILE = ScoreTile(queries=64, keys=128, warps=4, stages=2)
 MEMBER_TILE = ScoreTile(queries=1, keys=128, warps=4, stages=3)

@@ -50,12 +50,15 @@ FULL, EMPTY = 0, 4
 ARRIVALS = (128,) * 4 + (4,) * 2  # a copying thread each; a warp each
 WINDOW, ENTRY = 1, 2  # tables that a block is copied from; 0 would be the queries
 Q, D_OUT, KEY = 0, 1, 2  # tiles in shared memory
-# Columns of dK that a warpgroup multiplies, then stores, at a time.
+# How the rows of dK leave: columns that each warpgroup multiplies, then stores, at a time ...
 PIECES = ((128, 128), (128, 128))
-# The second warpgroup starts its dK when the first has its first piece: one stores while the other
-# multiplies.
+# ... the second warpgroup starts when the first has its first piece, so that one stores while the
+# other multiplies ...
 STAGGERED = True
+# ... or each stores a piece while its next is multiplied; two then need registers, so they are 64
+# wide, and with EARLY the first is started before dQ is waited for.
 OVERLAPPED, EARLY = False, True
+# Wait for all keys before the first product, or start with the quarter that is there.
 KEYS_AT_ONCE = False
 
 _accumulator = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
@@ -195,7 +198,7 @@ class _Block(NamedTuple):
   number: Any  # in the query
   count: Any  # of blocks since the start of the program
   place: Any  # of its rows in the contributions
-  zero: Any
+  zero: Any  # in every index of a tile: see opaque_zero
 
   @property
   def turn(self):

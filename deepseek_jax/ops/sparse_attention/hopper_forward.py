@@ -15,8 +15,7 @@ entries that the query did not choose are never copied.
 Two things make the speed. P and alpha are published at once, so that the outputs rescale early, but
 they multiply only when `go` says that the scores of the next block are done: the tensor cores then
 work on P V while the softmax of that block runs. And the rows of a block arrive while earlier ones
-are worked on: a slot is freed by halves, as each output is done with its columns, and filled by
-quarters, which the scores use one by one.
+are worked on: a slot is freed by halves, as each output is done with its columns.
 
 Legend: S queries of all rows, M entries of all rows, H = 64 heads, d = 512 channels, K chosen
 entries, k = 64 keys of a block, n columns, L ring slots, T row numbers as a warpgroup holds them.
@@ -295,7 +294,6 @@ def _output(walk: _Walk, side: int):
   def block(_, carry):
     slot, turn, sums = carry
     plgpu.barrier_wait(refs.p_ready.at[turn])
-    pieces.fence_async_proxy()
     sums = pieces.rescale(sums, per_head(turn))
     plgpu.barrier_wait(refs.go.at[turn])
     values = [refs.ring_Lkd.at[slot.number, :, pl.ds(c, WIDTH // 4)] for c in columns]

@@ -39,7 +39,6 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 ROW_NUMBERS = plgpu.Layout.WG_STRIDED((4 * 128,), vec_size=4)
 _REF, _TILED_REF = plgpu.RefType(), plgpu.RefType(TILED)
 _FENCE = "fence.proxy.async.shared::cta;"
-QUARTERS = 2  # of a slot that the scores wait for at a time
 _TICKS = 10_000_000  # a wait tries this long before it tries again
 
 
@@ -362,7 +361,8 @@ def score_block(chunks, rest_ref, keys_kd_ref, full, mask: KeyMask):
     chunks: first 64-column chunks of the queries, in registers.
     rest_ref: the others, [n, 64, 64], in tiled and swizzled shared memory.
     keys_kd_ref: a ring slot.
-    full: (barriers_ref, barrier, parity); quarter i is in the slot once barrier + i completes.
+    full: (barriers_ref, barrier, parity); quarter i is in the slot once barrier + i completes, and
+      the fence that follows serves every warpgroup that is told of the scores.
     mask: read while the products run.
   """
   selection = [ref for ref in mask[:1] if ref is not None]
@@ -377,12 +377,12 @@ def score_block(chunks, rest_ref, keys_kd_ref, full, mask: KeyMask):
   def scores(ctx, chunks, rest, keys, full, selection, mask):
     barriers_, first, parity = full
     sums = mgpu.WGMMAAccumulator.zero(ROWS, ROWS)
+    for quarter in range(4):
+      barrier = _barrier(barriers_, add(register(first), const32(quarter)))
+      nvvm.mbarrier_try_wait_parity(barrier, register(parity), const32(_TICKS))
+    # One fence for all: starting on the first quarter early gained less than four fences cost.
+    ptx(_FENCE)
     for number in range(WIDTH // 64):
-      if number % (2 * QUARTERS) == 0:
-        for quarter in range(number // 2, number // 2 + QUARTERS):
-          barrier = _barrier(barriers_, add(register(first), const32(quarter)))
-          nvvm.mbarrier_try_wait_parity(barrier, register(parity), const32(_TICKS))
-        ptx(_FENCE)
       keys_T = mgpu.memref_transpose(_tile_column(keys, number), (1, 0, 3, 2))
       if number < len(chunks):
         sums = _multiply_registers(sums, chunks[number], keys_T)

@@ -6,6 +6,7 @@ score rows of a tile.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,7 @@ def forward(
     sizes, entry_kv_BNd, plan, chip, bytes_of_entry, tpu_forward.vmem_bytes, spare
   )
   joined = functools.partial(_joined, length=sizes.tiles * sizes.tile)
-  results = None
+  results: Any = None
   for chunk in chunks:
     results = tpu_forward.forward(
       sizes,

@@ -49,7 +49,7 @@ class _Inputs(NamedTuple):
   delta: Any  # float32 [1, 1, M]
   window: Any  # two [W, d]; None in a later chunk
   earlier_d_q: Any  # [T, H, d] of the chunks before; None in the first
-  lists: tpu_tiles.ListInputs | None
+  lists: Any  # tpu_tiles.ListInputs; None without entries
   sum_lines: Any  # as lists.first_lines, for the float32 rows of the gradient
 
 
@@ -66,7 +66,7 @@ class _Scratch(NamedTuple):
   scores: Any  # float32 [2 M, R]: S, then dP
   weights: Any  # [2 M, R]: dS, then P
   d_q: Any  # float32 [M, d]
-  gathered: "_Gathered | None"
+  gathered: Any  # _Gathered; None without entries
 
 
 class _Gathered(NamedTuple):
@@ -192,7 +192,7 @@ class _Tile:
     for i, d_slots in enumerate(d_window):
       d_slots[0] += d_keys[i * window : (i + 1) * window]
 
-  def differentiate(self, place: int, block) -> None:
+  def differentiate(self, place: int, block):
     """The gathered block in `place`; its contributions wait there to be delivered."""
     sizes, gathered = self.sizes, self.scratch.gathered
     packed, keys = gathered.packed[place], self.scratch.keys
@@ -305,7 +305,7 @@ def vmem_bytes(sizes: Sizes, itemsize: int) -> int:
   scores = 2 * M * R * (4 + itemsize)
   staged = (2 * R + SPARE_ROWS) * d * (itemsize + 4)
   blocks = 4 * M * d * itemsize + R * d * (itemsize + 4) + sizes.blocks * R * 4
-  return rows + scores + staged + 2 * blocks
+  return tpu_tiles.COMPILER_BYTES + rows + scores + staged + 2 * blocks
 
 
 def backward(

@@ -42,7 +42,7 @@ class _Inputs(NamedTuple):
   slots: Any  # [W, d]
   sink: Any  # float32 [H, 1]; None in a later chunk
   earlier: Any  # (out, lse) of the chunks before; None in the first
-  lists: tpu_tiles.ListInputs | None
+  lists: Any  # tpu_tiles.ListInputs; None without entries
 
 
 class _Scratch(NamedTuple):
@@ -52,7 +52,7 @@ class _Scratch(NamedTuple):
   total: Any  # float32 [M, d]
   largest: Any  # float32 [M, 128], equal lanes
   denominator: Any  # float32 [M, 128], equal lanes
-  gathered: "_Gathered | None"
+  gathered: Any  # _Gathered; None without entries
 
 
 class _Gathered(NamedTuple):
@@ -235,7 +235,7 @@ def vmem_bytes(sizes: Sizes, itemsize: int) -> int:
   scratch = 2 * (M * 4 + d * itemsize) * R + M * R * itemsize + M * (d + 2 * LANES) * 4
   packed = 2 * R * d * itemsize
   blocks = (3 * M + R) * d * itemsize + sizes.blocks * R * 4
-  return scratch + packed + 2 * blocks
+  return tpu_tiles.COMPILER_BYTES + scratch + packed + 2 * blocks
 
 
 def forward(

@@ -57,7 +57,7 @@ def expected(q, window_kv, entry_kv, selection, start, sink, d_out):
 
 
 @functools.cache
-def run(queries: int, top_k: int, chunk: int, programs: int):
+def run(queries: int, top_k: int, chunk: int, programs: int, detect_races: bool = False):
   """(got, wanted); rows that no query sees are NaN for the kernel."""
   arrays = case(queries, top_k)
   want, lse, delta = expected(*arrays)
@@ -73,7 +73,7 @@ def run(queries: int, top_k: int, chunk: int, programs: int):
   got = hopper_backward.backward(
     q, window_kv, entry_kv, selection, jnp.maximum(start, jnp.arange(queries) - (WINDOW - 1)),
     inverse, lse, delta, d_out, window=WINDOW, chunk=chunk, programs=programs,
-    pieces=hopper_backward_plain, interpret=plgpu.InterpretGPUParams(),
+    pieces=hopper_backward_plain, interpret=plgpu.InterpretGPUParams(detect_races=detect_races),
   )  # fmt: skip
   return got, want
 
@@ -99,6 +99,11 @@ def test_a_query_that_sees_nothing_and_rows_that_none_sees_get_exact_zeros(size)
   if d_entry_kv is not None:
     chosen_M = np.isin(np.arange(M), np.asarray(case(*size[:2])[3]))
     np.testing.assert_array_equal(np.any(np.asarray(d_entry_kv) != 0, -1), chosen_M)
+
+
+def test_barriers_order_every_access_to_shared_memory_that_the_interpreter_follows(capsys):
+  run(3, 64, 3, 1, detect_races=True)  # it does not follow the reads of S, dP and dQ
+  assert "RACE" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
