@@ -11,12 +11,13 @@ from flax import linen as nn
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import parameters
 from deepseek_jax.nn.linear import dot, exact_dot, fp8_input
-from deepseek_jax.ops import expert_exchange, router
+from deepseek_jax.ops import dispatch, expert_exchange, router
 from deepseek_jax.ops.grouped_matmul import grouped_matmul
 from deepseek_jax.types import Slots, Tap, no_tap
 
 # Rows that share one expert's matrix in a block; small, since each expert wastes up to one block.
 _LARGEST_BLOCK = 128
+_SMALLEST_BLOCK = {"cpu": 8, "gpu": 64, "tpu": 8}  # a tensor core's product has 64 rows on Hopper
 
 
 def _clamped(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
@@ -72,7 +73,7 @@ class RoutedExperts(nn.Module):
 
 def _block_rows(copies: int, experts: int) -> int:
   """About a quarter of an expert's mean load, a power of two, so that padding stays small."""
-  block = 8
+  block = _SMALLEST_BLOCK[dispatch.device().platform]
   while block < _LARGEST_BLOCK and block * 8 * experts <= copies:
     block *= 2
   return block

@@ -83,4 +83,4 @@ def test_the_plan_compiles_and_needs_little_beside_its_result(generation):
   selection = jax.ShapeDtypeStruct((1, QUERIES, TOP_K), jnp.int32)
   make = lambda ids: pallas_tpu.plan(ids, 32768, window=WINDOW)
   memory = targets.compile_for(targets.tpu(generation), make, selection).memory_analysis()
-  assert memory.temp_size_in_bytes <= 64 * MIB
+  assert memory.temp_size_in_bytes <= 96 * MIB

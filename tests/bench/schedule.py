@@ -83,8 +83,10 @@ def _record(chip: str, kernel: str, tile: int) -> dict:
     if done.returncode != 0:
       return {**record, "error": done.stderr.strip().splitlines()[-1]}
     record["tile"] = int(done.stdout.split()[-1])
-    files = list(pathlib.Path(folder).glob(f"*{kernel}*-final_bundles.txt"))
-    record.update(read(files[0]))
+    # One program for each chunk of entries; the first has the window too.
+    parts = [read(path) for path in pathlib.Path(folder).glob(f"*{kernel}*-final_bundles.txt")]
+    record.update(max(parts, key=lambda part: part["tile_cycles"]), chunks=len(parts))
+    record["tile_cycles"] = sum(part["tile_cycles"] for part in parts)
   record["tflops"] = _tflops(record)
   return record
 
@@ -187,6 +189,7 @@ def _tflops(record: dict) -> dict[str, float]:
   for share in SHARES:
     distinct = TOP_K * (1 + (record["tile"] - 1) * (1 - share))
     blocks = max(-(-distinct // BLOCK), tpu_plan.LEAST_BLOCKS)
+    blocks += record["chunks"] - 1  # a block between two chunks is visited for both
     cycles = record["tile_cycles"] + blocks // 2 * 2 * record["block_cycles"]
     cycles += blocks % 2 * record["odd_block_cycles"]
     seconds = cycles / (clock * 1e9 * record["tile"])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from deepseek_jax.ops import dispatch
-from deepseek_jax.ops.sparse_attention import reference, vjp
+from deepseek_jax.ops.sparse_attention import reference, tiles, vjp
 
 
 class Attended(NamedTuple):
@@ -54,7 +54,15 @@ def plan_selection(
   Returns: a tree of arrays for `sparse_attention(plan=)`, of the implementation that the same
     arguments choose there; None where that one needs no plan.
   """
-  return dispatch.call(_PLANS, implementation, selection_BQK, entry_kv_BNd, q_BQHd, window=window)
+  return dispatch.call(
+    _PLANS,
+    implementation,
+    selection_BQK,
+    entry_kv_BNd,
+    q_BQHd,
+    window=window,
+    slow=tiles.slow(q_BQHd),
+  )
 
 
 def _plan_with(name: str, selection_BQK, entry_kv_BNd, q_BQHd, *, window: int):
@@ -116,5 +124,6 @@ def sparse_attention(
       window=window,
       plan=plan,
       with_teacher=with_teacher,
+      slow=tiles.slow(q_BQHd),
     )
   )

@@ -49,12 +49,12 @@ def valid_keys(mask: hopper_ptx.KeyMask):
   """Which keys of a block exist: two words for mask_scores, the same in every thread."""
   selection = [ref for ref in mask[:1] if ref is not None]
 
-  @hopper_ptx._inline(
+  @hopper_ptx.inline(
     arg_types=([plgpu.RefType()] * len(selection), (hopper_ptx.SCALAR,) * 4),
     return_type=[plgpu.ShapeDtypeStruct((), jnp.int32, layout=hopper_ptx.SCALAR)] * 2,
   )
   def words(ctx, selection, mask):
-    votes = hopper_ptx._valid_words(selection, *(hopper_ptx.register(x) for x in mask))
+    votes = hopper_ptx.valid_words(selection, *(hopper_ptx.register(x) for x in mask))
     return [mgpu.FragmentedArray.splat(vote, (), is_signed=True) for vote in votes]
 
   return words(selection, tuple(jnp.int32(x) for x in mask[1:]))
@@ -63,12 +63,12 @@ def valid_keys(mask: hopper_ptx.KeyMask):
 def mask_scores(x_Hk, low, high):
   """-inf for keys that do not exist."""
 
-  @hopper_ptx._inline(
+  @hopper_ptx.inline(
     arg_types=(hopper_ptx.MATRIX, hopper_ptx.SCALAR, hopper_ptx.SCALAR),
     return_type=plgpu.ShapeDtypeStruct(x_Hk.shape, jnp.float32, layout=hopper_ptx.MATRIX),
   )
   def masked(ctx, x, low, high):
-    return hopper_ptx._mask_scores(x, [hopper_ptx.register(low), hopper_ptx.register(high)])
+    return hopper_ptx.mask_scores(x, [hopper_ptx.register(low), hopper_ptx.register(high)])
 
   return masked(x_Hk, low, high)
 
@@ -80,7 +80,7 @@ def opaque_zero():
   dozens of them are spilled, 1.5 KB per thread. Indexed with this, they are computed where used.
   """
 
-  @hopper_ptx._inline(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=hopper_ptx.SCALAR))
+  @hopper_ptx.inline(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=hopper_ptx.SCALAR))
   def zero(ctx):
     value = hopper_ptx.ptx("mov.b32 $0, 0;", result_types=hopper_ptx.i32_type())
     return mgpu.FragmentedArray.splat(value, (), is_signed=True)
@@ -99,7 +99,7 @@ def start_transposed(lefts, rights):
   """
   columns = rights[0].shape[-1]
 
-  @hopper_ptx._inline(
+  @hopper_ptx.inline(
     arg_types=([_TILED_REF] * len(lefts), [_TILED_REF] * len(rights)),
     return_type=plgpu.ShapeDtypeStruct(
       (hopper_ptx.ROWS, columns), jnp.float32, layout=hopper_ptx.MATRIX
@@ -118,15 +118,15 @@ def start_transposed(lefts, rights):
   return multiply(list(lefts), list(rights))
 
 
-def finish(x_kn, *, later: int):
-  """What start_transposed started, once at most `later` groups of products are unfinished."""
+def finish(x_kn):
+  """What start_transposed started, once its products are finished."""
 
-  @hopper_ptx._inline(
+  @hopper_ptx.inline(
     arg_types=(hopper_ptx.MATRIX,),
     return_type=plgpu.ShapeDtypeStruct(x_kn.shape, jnp.float32, layout=hopper_ptx.MATRIX),
   )
   def wait_for(ctx, x):
-    nvvm.wgmma_wait_group_sync_aligned(later)
+    nvvm.wgmma_wait_group_sync_aligned(0)
     return fragmented_array.optimization_barrier(x)
 
   return wait_for(x_kn)

@@ -370,7 +370,7 @@ def _kernel(body, q_SHd, pieces: ModuleType, programs: int, interpret):
   )
 
 
-def _require(q_SHd, window: int, kv_Md) -> None:
+def require(q_SHd, window: int, kv_Md) -> None:
   if q_SHd.shape[1:] != (HEADS, WIDTH):
     raise NotImplementedError(
       f"q has {q_SHd.shape[1]} heads of {q_SHd.shape[2]} channels; the Hopper kernel takes "
@@ -418,7 +418,7 @@ def forward(
 
   Raises: NotImplementedError for other heads, widths, dtypes, windows or JAX versions.
   """
-  _require(q_SHd, window, window_kv_Sd if entry_kv_Md is None else entry_kv_Md)
+  require(q_SHd, window, window_kv_Sd if entry_kv_Md is None else entry_kv_Md)
   arrays = [q_SHd, window_kv_Sd, first_S, jnp.clip(sink_H, -LARGEST, LARGEST)]
   if entry_kv_Md is not None and selection_SK is not None and entry_kv_Md.size * selection_SK.size:
     # A block that starts with -1 is all -1.

@@ -1,9 +1,9 @@
 """PTX that Pallas Mosaic GPU cannot express: row gathers, their barriers, key masks, wide stores.
 
-The only module that touches unstable internals of JAX (`inline_mgpu`, Mosaic GPU dialect, MLIR). It
-runs under Lane lowering semantics: a warpgroup of 128 threads calls every function here, which sees
-the registers of one thread. `hopper_plain` has the same functions in plain Pallas, for
-interpret mode.
+With `hopper_backward_ptx`, which adds what one pass needs, the only module that touches unstable
+internals of JAX (`inline_mgpu`, Mosaic GPU dialect, MLIR). It runs under Lane lowering semantics: a
+warpgroup of 128 threads calls every function here, which sees the registers of one thread.
+`hopper_plain` has the same functions in plain Pallas, for interpret mode.
 
 Legend: M rows of a table, d row width, R = 64 rows of a ring slot, L slots, S queries, H heads,
 K chosen entries, k keys of a block, n columns, T = 512 row numbers as 128 threads hold them.
@@ -51,7 +51,7 @@ def require_supported() -> None:
     )
 
 
-def _inline(*, arg_types=(), return_type=None) -> Callable[..., Callable[..., Any]]:
+def inline(*, arg_types=(), return_type=None) -> Callable[..., Callable[..., Any]]:
   """plgpu.inline_mgpu: the decorated function takes a context first, which callers do not pass."""
   return plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)
 
@@ -140,7 +140,7 @@ def _barrier(ref, index):
 def init_barriers(barriers_ref, arrivals: tuple[int, ...]) -> None:
   """Every thread of the block calls it, before anything else; arrivals[i] completes barrier i."""
 
-  @_inline(arg_types=(_REF,))
+  @inline(arg_types=(_REF,))
   def init(ctx, ref):
     with utils.single_thread(scope=utils.ThreadSubset.BLOCK):
       for index, count in enumerate(arrivals):
@@ -157,7 +157,7 @@ def wait(barriers_ref, index, parity) -> None:
   A waiter must not fall two completions behind: it would then hang.
   """
 
-  @_inline(arg_types=(_REF, SCALAR, SCALAR))
+  @inline(arg_types=(_REF, SCALAR, SCALAR))
   def wait_parity(ctx, ref, index, parity):
     nvvm.mbarrier_try_wait_parity(_barrier(ref, register(index)), register(parity), const32(_TICKS))
 
@@ -167,7 +167,7 @@ def wait(barriers_ref, index, parity) -> None:
 def arrive(barriers_ref, index) -> None:
   """One arrival per warp, so four of the warpgroup."""
 
-  @_inline(arg_types=(_REF, SCALAR))
+  @inline(arg_types=(_REF, SCALAR))
   def arrive_lane_0(ctx, ref, index):
     lane_0 = arith.cmpi(arith.CmpIPredicate.eq, warp_and_lane()[1], const32(0))
     ptx(
@@ -180,7 +180,7 @@ def arrive(barriers_ref, index) -> None:
 def fence_async_proxy() -> None:
   """WGMMA reads shared memory through the async proxy, cp.async wrote through the generic one."""
 
-  @_inline()
+  @inline()
   def fence(ctx):
     ptx(_FENCE)
 
@@ -195,7 +195,7 @@ def fence_async_proxy() -> None:
 def row_offsets():
   """0 .. 63 as row numbers: thread t holds the four rows that it copies."""
 
-  @_inline(return_type=plgpu.ShapeDtypeStruct((512,), jnp.int32, layout=ROW_NUMBERS))
+  @inline(return_type=plgpu.ShapeDtypeStruct((512,), jnp.int32, layout=ROW_NUMBERS))
   def offsets(ctx):
     warp, lane = warp_and_lane()
     first = add(mul(warp, const32(16)), arith.shrui(lane, const32(3)))
@@ -223,7 +223,7 @@ def chosen_rows(selection_SK_ref, query, block, active, otherwise_T):
   The answer is not looked at here, so that the load overlaps with whatever comes before its use.
   """
 
-  @_inline(
+  @inline(
     arg_types=(_REF, SCALAR, SCALAR, SCALAR, ROW_NUMBERS),
     return_type=plgpu.ShapeDtypeStruct((512,), jnp.int32, layout=ROW_NUMBERS),
   )
@@ -271,7 +271,7 @@ def copy_half(tables_refs, table, rows_T, ring_ref, slot, half, barriers_ref, ba
     ring_ref: [L, 64, 512] bfloat16, tiled and swizzled.
   """
 
-  @_inline(
+  @inline(
     arg_types=([_REF] * len(tables_refs), SCALAR, ROW_NUMBERS, _TILED_REF, SCALAR, _REF, SCALAR)
   )
   def copy(ctx, tables, table, rows, ring, slot, barriers_, barrier):
@@ -367,7 +367,7 @@ def score_block(chunks, rest_ref, keys_kd_ref, full, mask: KeyMask):
   """
   selection = [ref for ref in mask[:1] if ref is not None]
 
-  @_inline(
+  @inline(
     arg_types=(
       [MATRIX] * len(chunks), _TILED_REF, _TILED_REF, (_REF, SCALAR, SCALAR),
       [_REF] * len(selection), (SCALAR,) * 4,
@@ -389,9 +389,9 @@ def score_block(chunks, rest_ref, keys_kd_ref, full, mask: KeyMask):
       else:
         sums = mgpu.wgmma(sums, _element(rest, number - len(chunks)), keys_T, swizzle=128)
       nvvm.wgmma_commit_group_sync_aligned()
-    words = _valid_words(selection, *(register(x) for x in mask))
+    words = valid_words(selection, *(register(x) for x in mask))
     nvvm.wgmma_wait_group_sync_aligned(0)
-    return _mask_scores(fragmented_array.optimization_barrier(sums.value), words)
+    return mask_scores(fragmented_array.optimization_barrier(sums.value), words)
 
   barriers_ref, barrier, parity = full
   return scores(
@@ -432,7 +432,7 @@ def _descriptor(keys_T) -> Any:
   )
 
 
-def _valid_words(selection, query, block, chosen, skip):
+def valid_words(selection, query, block, chosen, skip):
   """Bit k of word h, the same in every thread, says that key 32 h + k exists."""
   lane = warp_and_lane()[1]
   value = arith.subi(lane, skip)
@@ -444,7 +444,7 @@ def _valid_words(selection, query, block, chosen, skip):
   return [ptx(text, v, result_types=i32_type(), convergent=True) for v in values]
 
 
-def _mask_scores(x, words):
+def mask_scores(x, words):
   """-inf for keys that do not exist; nothing is done when all 64 do."""
   values = list(x.registers.flat)  # 8 columns and 8 rows each: two neighbouring columns of a row
   all_exist = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(*words), const32(-1))
@@ -478,7 +478,7 @@ def _masked(values, words):
 def rescale(accumulators, factor_H):
   """Multiplies the rows of [H, n] accumulators; a warp whose factors are all 1 does nothing."""
 
-  @_inline(
+  @inline(
     arg_types=([MATRIX] * len(accumulators), PER_ROW),
     return_type=[plgpu.ShapeDtypeStruct(a.shape, jnp.float32, layout=MATRIX) for a in accumulators],
   )
@@ -524,7 +524,7 @@ def accumulate(accumulators, p_Hk_ref, values_refs):
   are two accumulators; issued apart, ptxas would put a wait between them (C7602, C7517).
   """
 
-  @_inline(
+  @inline(
     arg_types=([MATRIX] * len(accumulators), _TILED_REF, [_TILED_REF] * len(accumulators)),
     return_type=[plgpu.ShapeDtypeStruct(a.shape, jnp.float32, layout=MATRIX) for a in accumulators],
   )
@@ -544,7 +544,7 @@ def store_rows(x_Hn, out_ref, query, column: int) -> None:
   Four lanes that hold a row trade registers so that each has 8 neighbouring columns of 32.
   """
 
-  @_inline(arg_types=(MATRIX, _REF, SCALAR))
+  @inline(arg_types=(MATRIX, _REF, SCALAR))
   def store(ctx, x, out, query):
     words = [
       llvm.extractelement(vector.bitcast(ir.VectorType.get((1,), i32_type()), v), const32(0))

@@ -89,9 +89,8 @@ def backward(
     window=window,
     chunk=tiles.BACKWARD_QUERIES,
   )
-  if entry_kv_BNd is not None:
-    d_entry_kv_Md = d_entry_kv_Md.reshape(entry_kv_BNd.shape)
-  return d_q_SHd.reshape(q_BQHd.shape), d_window_kv_Sd.reshape(window_kv_BQd.shape), d_entry_kv_Md
+  d_entry_kv_BNd = None if d_entry_kv_Md is None else d_entry_kv_Md.reshape(entry_kv_BNd.shape)
+  return d_q_SHd.reshape(q_BQHd.shape), d_window_kv_Sd.reshape(window_kv_BQd.shape), d_entry_kv_BNd
 
 
 teacher = pallas_triton.teacher

@@ -338,20 +338,8 @@ def backward(
   Returns: d_q in q's dtype; d_window_kv [S, d] float32, None in a later chunk; d_entry_kv
     [B, entries, d] float32, None without entries.
   """
-  M, d, first = sizes.score_rows, sizes.width, earlier_d_q_SHd is None
-  slots, statistics = by_tile(sizes, sizes.tile, sizes.heads, d), by_tile(sizes, 1, 1, M)
-  window = tpu_tiles.window_blocks(sizes)
-  in_specs = _Inputs(
-    first_slot=by_tile(sizes, 1, 1, sizes.tile, memory_space=pltpu.SMEM),
-    q=slots,
-    d_out=slots,
-    lse=statistics,
-    delta=statistics,
-    window=window if first else None,
-    earlier_d_q=None if first else slots,
-    lists=None if chunk is None else tpu_tiles.list_blocks(sizes),
-    sum_lines=None if chunk is None else tpu_tiles.main_memory(),
-  )
+  first, entries = earlier_d_q_SHd is None, chunk is not None
+  dtype, d = q_SHd.dtype, sizes.width
   inputs = _Inputs(
     first_slot=first_slot_G1T,
     q=q_SHd,
@@ -360,34 +348,56 @@ def backward(
     delta=delta_G1M,
     window=(window_kv_Sd,) * 2 if first else None,
     earlier_d_q=earlier_d_q_SHd,
-    lists=None if chunk is None else tpu_tiles.list_inputs(chunk, q_SHd.dtype, d),
+    lists=None if chunk is None else tpu_tiles.list_inputs(chunk, dtype, d),
     sum_lines=None if chunk is None else tpu_tiles.first_lines(chunk, jnp.float32, d),
-  )
-  result = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
-  lines = sizes.rows * sizes.entries * tpu_rows.lines_of_row(d, jnp.float32)
-  d_window = result((window_kv_Sd.shape[0] // sizes.window, sizes.window, d), jnp.float32)
-  out_shape = _Outputs(
-    d_q=result(q_SHd.shape, q_SHd.dtype),
-    d_window=(d_window,) * 2 if first else None,
-    d_table=None if chunk is None else result((sizes.cores, lines, LANES), jnp.float32),
-  )
-  out_specs = _Outputs(
-    d_q=slots,
-    d_window=(tpu_tiles.own_window_block(sizes),) * 2 if first else None,
-    d_table=None if chunk is None else tpu_tiles.main_memory(),
   )
   ((d_q, d_window, d_table),) = pl.pallas_call(
     functools.partial(_kernel, sizes=sizes, place_of_chunk=None if chunk is None else chunk.place),
     grid=(sizes.cores, sizes.rows, sizes.tiles_of_core),
-    in_specs=(in_specs,),
-    out_specs=(out_specs,),
-    out_shape=(out_shape,),
-    scratch_shapes=(_scratch(sizes, q_SHd.dtype),),
+    in_specs=(_in_specs(sizes, first, entries),),
+    out_specs=(_out_specs(sizes, first, entries),),
+    out_shape=(_out_shape(sizes, q_SHd, first, entries),),
+    scratch_shapes=(_scratch(sizes, dtype),),
     input_output_aliases={} if first else {5: 0},  # earlier_d_q is the sixth array
     compiler_params=tpu_tiles.compiler_params(vmem),
     interpret=interpret,
     name="sparse_attention_backward",
   )(inputs)
-  if d_table is not None:
+  if entries:
     d_table = d_table.sum(axis=0).reshape(sizes.rows, sizes.entries, d)
   return d_q, tpu_tiles.joined_window(d_window, d) if first else None, d_table
+
+
+def _in_specs(sizes: Sizes, first: bool, entries: bool) -> _Inputs:
+  slots = by_tile(sizes, sizes.tile, sizes.heads, sizes.width)
+  statistics = by_tile(sizes, 1, 1, sizes.score_rows)
+  return _Inputs(
+    first_slot=by_tile(sizes, 1, 1, sizes.tile, memory_space=pltpu.SMEM),
+    q=slots,
+    d_out=slots,
+    lse=statistics,
+    delta=statistics,
+    window=tpu_tiles.window_blocks(sizes) if first else None,
+    earlier_d_q=None if first else slots,
+    lists=tpu_tiles.list_blocks(sizes) if entries else None,
+    sum_lines=tpu_tiles.main_memory() if entries else None,
+  )
+
+
+def _out_specs(sizes: Sizes, first: bool, entries: bool) -> _Outputs:
+  return _Outputs(
+    d_q=by_tile(sizes, sizes.tile, sizes.heads, sizes.width),
+    d_window=(tpu_tiles.own_window_block(sizes),) * 2 if first else None,
+    d_table=tpu_tiles.main_memory() if entries else None,
+  )
+
+
+def _out_shape(sizes: Sizes, q_SHd, first: bool, entries: bool) -> _Outputs:
+  d, struct = sizes.width, jax.ShapeDtypeStruct
+  window = struct((q_SHd.shape[0] // sizes.window, sizes.window, d), jnp.float32)
+  lines = sizes.rows * sizes.entries * tpu_rows.lines_of_row(d, jnp.float32)
+  return _Outputs(
+    d_q=struct(q_SHd.shape, q_SHd.dtype),
+    d_window=(window,) * 2 if first else None,
+    d_table=struct((sizes.cores, lines, LANES), jnp.float32) if entries else None,
+  )

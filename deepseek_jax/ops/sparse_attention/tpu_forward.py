@@ -265,43 +265,49 @@ def forward(
 
   Returns: out [S, H, d] in q's dtype and lse [B G, 1, M] float32.
   """
-  M, slot_shape = sizes.score_rows, (sizes.tile, sizes.heads, sizes.width)
-  results = (by_tile(sizes, *slot_shape), by_tile(sizes, 1, 1, M))
-  in_specs = _Inputs(
-    first_slot=by_tile(sizes, 1, 1, sizes.tile, memory_space=pltpu.SMEM),
-    q=by_tile(sizes, *slot_shape),
-    slots_before=tpu_tiles.window_blocks(sizes)[0],
-    slots=tpu_tiles.window_blocks(sizes)[1],
-    sink=pl.BlockSpec((sizes.heads, 1), lambda *_: (0, 0)) if earlier is None else None,
-    earlier=None if earlier is None else results,
-    lists=None if chunk is None else tpu_tiles.list_blocks(sizes),
-  )
+  first, entries = earlier is None, chunk is not None
   inputs = _Inputs(
     first_slot=first_slot_G1T,
     q=q_SHd,
     slots_before=window_kv_Sd,
     slots=window_kv_Sd,
-    sink=sink_H[:, None] if earlier is None else None,
+    sink=sink_H[:, None] if first else None,
     earlier=earlier,
     lists=None if chunk is None else tpu_tiles.list_inputs(chunk, q_SHd.dtype, sizes.width),
   )
-  kernel = functools.partial(
-    _kernel, sizes=sizes, place_of_chunk=None if chunk is None else chunk.place
+  statistics = (sizes.rows * sizes.tiles, 1, sizes.score_rows)
+  out_shape = (
+    jax.ShapeDtypeStruct(q_SHd.shape, q_SHd.dtype),
+    jax.ShapeDtypeStruct(statistics, jnp.float32),
   )
   return pl.pallas_call(
-    kernel,
+    functools.partial(_kernel, sizes=sizes, place_of_chunk=None if chunk is None else chunk.place),
     grid=(sizes.cores, sizes.rows, sizes.tiles_of_core),
-    in_specs=(in_specs,),
-    out_specs=(results,),
-    out_shape=(
-      (
-        jax.ShapeDtypeStruct(q_SHd.shape, q_SHd.dtype),
-        jax.ShapeDtypeStruct((sizes.rows * sizes.tiles, 1, M), jnp.float32),
-      ),
-    ),
+    in_specs=(_in_specs(sizes, first, entries),),
+    out_specs=(_results(sizes),),
+    out_shape=(out_shape,),
     scratch_shapes=(_scratch(sizes, q_SHd.dtype),),
-    input_output_aliases={} if earlier is None else {4: 0, 5: 1},
+    input_output_aliases={} if first else {4: 0, 5: 1},  # out and lse of the chunks before
     compiler_params=tpu_tiles.compiler_params(vmem),
     interpret=interpret,
     name="sparse_attention_forward",
   )(inputs)[0]
+
+
+def _results(sizes: Sizes):
+  """Blocks of out and lse."""
+  out = by_tile(sizes, sizes.tile, sizes.heads, sizes.width)
+  return out, by_tile(sizes, 1, 1, sizes.score_rows)
+
+
+def _in_specs(sizes: Sizes, first: bool, entries: bool) -> _Inputs:
+  slots_before, slots = tpu_tiles.window_blocks(sizes)
+  return _Inputs(
+    first_slot=by_tile(sizes, 1, 1, sizes.tile, memory_space=pltpu.SMEM),
+    q=by_tile(sizes, sizes.tile, sizes.heads, sizes.width),
+    slots_before=slots_before,
+    slots=slots,
+    sink=pl.BlockSpec((sizes.heads, 1), lambda *_: (0, 0)) if first else None,
+    earlier=None if first else _results(sizes),
+    lists=tpu_tiles.list_blocks(sizes) if entries else None,
+  )

@@ -19,8 +19,8 @@ from deepseek_jax.ops.sparse_attention.tpu_rows import LANES
 
 LOG2E = math.log2(math.e)  # scores are in units of log 2: what the unit computes are powers of 2
 LOWEST = -1e30  # stands in for minus infinity, so that no difference of infinities can arise
-# Vector memory for registers that the compiler spills and for its own windows. With the largest table
-# that the rest of the sum allows, 0.5 MiB was too little on v5p and v6e; with this all chips compile.
+# Vector memory for registers that the compiler spills and for its own windows: with the largest
+# table that the rest of the sum allows, 0.5 MiB was too little on v5p and v6e; this is enough.
 COMPILER_BYTES = 3 * 2**20
 ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 ROWS_BY_ROWS = (((1,), (1,)), ((), ()))

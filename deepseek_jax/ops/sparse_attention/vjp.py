@@ -3,8 +3,8 @@
 Legend: B rows, Q queries, H heads, d head width, N entry cells, K chosen entries.
 """
 
-import functools
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,15 +49,14 @@ def attend(
   return out_BQHd, lse_BQH, teacher_BQK
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(backend, window, q, window_kv, entry_kv, selection, segment_start, sink, plan):
+def _run(backend, window, q, window_kv, entry_kv, selection, segment_start, sink, plan):
   return backend.forward(
     q, window_kv, entry_kv, selection, segment_start, sink, plan, window=window
   )
 
 
 def _forward(backend, window, *arrays):
-  out_BQHd, lse_BQH = _attend(backend, window, *arrays)
+  out_BQHd, lse_BQH = _run(backend, window, *arrays)
   return (out_BQHd, lse_BQH), (arrays, out_BQHd, lse_BQH)
 
 
@@ -75,4 +74,5 @@ def _backward(backend, window, saved, cotangents):
   return d_q, d_window_kv.astype(window_kv.dtype), d_entry_kv, None, None, d_sink_H, None
 
 
+_attend: Any = jax.custom_vjp(_run, nondiff_argnums=(0, 1))
 _attend.defvjp(_forward, _backward)
