@@ -4,15 +4,19 @@ Legend: B rows, Q queries, H heads, d head width, N entry cells, K chosen entrie
 L = K filled up to whole blocks of keys.
 """
 
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deepseek_jax.ops import dispatch
 from deepseek_jax.ops.sparse_attention import (
   hopper_backward,
+  hopper_backward_plain,
   hopper_forward,
+  hopper_plain,
   hopper_ptx,
   pallas_triton,
   reduce_rows,
@@ -34,7 +38,7 @@ def require(q_BQHd: jax.Array, window: int) -> None:
   """Raises NotImplementedError for anything but what the kernels are written for."""
   hopper_ptx.require_supported()
   device = dispatch.device()
-  if not any(chip in device.kind for chip in HOPPER):
+  if device.platform != "cpu" and not any(chip in device.kind for chip in HOPPER):
     raise NotImplementedError(f"the kernels are for Hopper GPUs, this is a {device.kind}")
   if (q_BQHd.shape[2:], q_BQHd.dtype, window) != ((64, 512), jnp.bfloat16, 128):
     raise NotImplementedError(
@@ -54,6 +58,13 @@ def plan(selection_BQK: jax.Array, entries: int, *, window: int) -> Plan:
   return Plan(selection_SL, inverse)
 
 
+def _interpreted(plain: ModuleType) -> dict[str, Any]:
+  """Without a GPU the kernels run in Mosaic GPU's interpreter, which PTX is unknown to."""
+  if dispatch.device().platform != "cpu":
+    return {}
+  return {"pieces": plain, "interpret": plgpu.InterpretGPUParams()}
+
+
 def forward(
   q_BQHd, window_kv_BQd, entry_kv_BNd, selection_BQK, segment_start_BQ, sink_H, plan, *, window
 ):
@@ -67,6 +78,7 @@ def forward(
     first_window_slot(segment_start_BQ, window),
     sink_H,
     window=window,
+    **_interpreted(hopper_plain),
   )
   return out_SHd.reshape(q_BQHd.shape), lse_SH.reshape(rows, queries, -1)
 
@@ -88,8 +100,11 @@ def backward(
     join(d_out_BQHd),
     window=window,
     chunk=tiles.BACKWARD_QUERIES,
+    **_interpreted(hopper_backward_plain),
   )
-  d_entry_kv_BNd = None if d_entry_kv_Md is None else d_entry_kv_Md.reshape(entry_kv_BNd.shape)
+  d_entry_kv_BNd = entry_kv_BNd
+  if d_entry_kv_Md is not None and entry_kv_BNd is not None:
+    d_entry_kv_BNd = d_entry_kv_Md.reshape(entry_kv_BNd.shape)
   return d_q_SHd.reshape(q_BQHd.shape), d_window_kv_Sd.reshape(window_kv_BQd.shape), d_entry_kv_BNd
 
 
