@@ -31,7 +31,7 @@ def _of_shape(request: Request, queries: int, entries: int) -> Iterator[Case]:
   q_BQIi = normal(0, 1, queries, sizes.indexer_heads, sizes.indexer_width)
   keys_BNi = normal(1, 1, entries, sizes.indexer_width)
   weights_BQI = normal(2, 1, queries, sizes.indexer_heads)
-  end_BQ = (jnp.arange(queries, dtype=jnp.int32)[None] + 1) * entries // queries
+  end_BQ = (jnp.arange(queries, dtype=jnp.int32)[None] + 1) // (queries // entries)
   visible = indexer.Visible(jnp.ones((1, entries), bool), jnp.zeros_like(end_BQ), end_BQ)
   arrays = q_BQIi, keys_BNi, weights_BQI
   pool_BQW = _pool(sizes, end_BQ)
