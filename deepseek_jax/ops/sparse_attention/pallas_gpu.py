@@ -36,10 +36,11 @@ class Plan(NamedTuple):
 
 def require(q_BQHd: jax.Array, window: int) -> None:
   """Raises NotImplementedError for anything but what the kernels are written for."""
-  hopper_ptx.require_supported()
   device = dispatch.device()
-  if device.platform != "cpu" and not any(chip in device.kind for chip in HOPPER):
-    raise NotImplementedError(f"the kernels are for Hopper GPUs, this is a {device.kind}")
+  if device.platform != "cpu":  # there it is interpreted, by any JAX
+    hopper_ptx.require_supported()
+    if not any(chip in device.kind for chip in HOPPER):
+      raise NotImplementedError(f"the kernels are for Hopper GPUs, this is a {device.kind}")
   if (q_BQHd.shape[2:], q_BQHd.dtype, window) != ((64, 512), jnp.bfloat16, 128):
     raise NotImplementedError(
       "the Hopper kernels take 64 heads of 512 channels in bfloat16 and a window of 128, got "
