@@ -10,7 +10,7 @@ import jax
 # "xla" is plain JAX arranged for memory or speed, "reference" plain JAX arranged for reading.
 _PREFERENCE = {
   "gpu": ("pallas_gpu", "pallas_triton", "xla", "reference"),
-  "tpu": ("pallas_tpu", "xla", "reference"),
+  "tpu": ("pallas_tpu", "ragged_dot", "xla", "reference"),
   "cpu": ("xla", "reference"),
 }
 
@@ -34,6 +34,15 @@ def device() -> Device:
   return Device(first.platform, first.device_kind, getattr(first, "core_count", None))
 
 
+def _splits_programs() -> bool:
+  """Whether the compiler will split this program over several devices of the mesh in use."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return any(
+    size > 1 and kind != jax.sharding.AxisType.Manual
+    for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+  )
+
+
 def call(
   implementations: Mapping[str, Callable],
   name: str | None,
@@ -46,7 +55,8 @@ def call(
   Args:
     implementations: name -> function; "reference" is always among them and takes everything.
     name: the one to run; None runs the first of the device's preference that takes the arguments,
-      and logs which one that was, once per op.
+      and logs which one that was, once per op. A Pallas kernel is not taken where the compiler
+      splits the program over devices, since it cannot split the kernel: use shard_map there.
     slow: names that are never taken unless asked for, since plain JAX is as fast for these shapes.
     *args, **kwargs: go to the implementation.
 
@@ -58,6 +68,8 @@ def call(
       raise ValueError(f"implementation is {name!r}, accepted are {sorted(implementations)}.")
     return implementations[name](*args, **kwargs)
   platform = device().platform
+  if _splits_programs():
+    slow = (*slow, *(known for known in implementations if known.startswith("pallas_")))
   for candidate in _PREFERENCE[platform]:
     if candidate not in implementations or candidate in slow:
       continue

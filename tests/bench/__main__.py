@@ -32,8 +32,8 @@ _CPU = "tiny", (64,)
 # Beginnings of names that are not tried unless asked for: they would be refused or, on a CPU,
 # interpreted.
 _FOREIGN = {
-  "cpu": ("pallas_", "tokamax"),
-  "gpu": ("pallas_tpu", "tokamax"),
+  "cpu": ("pallas_", "ragged_dot", "tokamax"),
+  "gpu": ("pallas_tpu", "ragged_dot", "tokamax"),
   "tpu": ("pallas_gpu", "pallas_triton"),
 }
 

@@ -2,6 +2,7 @@
 
 import logging
 
+import jax
 import pytest
 
 from deepseek_jax.ops import dispatch
@@ -41,6 +42,17 @@ def test_what_is_slow_for_a_shape_runs_only_when_named():
   implementations = {"reference": reference, "xla": limited}
   assert dispatch.call(implementations, None, 8, slow=("xla",)) == ("reference", 8)
   assert dispatch.call(implementations, "xla", 8, slow=("xla",)) == ("xla", 8)
+
+
+@pytest.mark.parametrize(("kind", "chosen"), [("Auto", "reference"), ("Manual", "pallas_gpu")])
+def test_a_kernel_is_not_taken_where_the_compiler_would_have_to_split_it(kind, chosen):
+  implementations = {"reference": reference, "pallas_gpu": lambda x: ("pallas_gpu", x)}
+  h200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+  axis_types = (jax.sharding.AxisType[kind],)
+  mesh = jax.sharding.AbstractMesh((2,), ("fsdp",), axis_types=axis_types, abstract_device=h200)
+  with jax.sharding.use_abstract_mesh(mesh):
+    assert dispatch.call(implementations, None, 1) == (chosen, 1)
+    assert dispatch.call(implementations, "pallas_gpu", 1) == ("pallas_gpu", 1)
 
 
 def test_automatic_choice_hides_no_other_error():

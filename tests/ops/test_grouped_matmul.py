@@ -129,4 +129,4 @@ def test_the_hopper_kernel_states_its_limits(change, reason):
 
 def test_the_ragged_product_states_that_it_needs_a_tpu():
   with pytest.raises(NotImplementedError, match="needs a TPU, the backend is cpu"):
-    value_and_gradients("pallas_tpu", BLOCK, ROWS["mixed"], *inputs(ROWS["mixed"]))
+    value_and_gradients("ragged_dot", BLOCK, ROWS["mixed"], *inputs(ROWS["mixed"]))

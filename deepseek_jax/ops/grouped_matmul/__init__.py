@@ -6,13 +6,13 @@ Legend: P rows, G groups, K input width, N output width.
 import jax
 
 from deepseek_jax.ops import dispatch
-from deepseek_jax.ops.grouped_matmul import pallas_gpu, pallas_tpu, reference, xla
+from deepseek_jax.ops.grouped_matmul import pallas_gpu, ragged_dot, reference, xla
 
 _IMPLEMENTATIONS = {
   "reference": reference.grouped_matmul,
   "xla": xla.grouped_matmul,
   "pallas_gpu": pallas_gpu.grouped_matmul,
-  "pallas_tpu": pallas_tpu.grouped_matmul,
+  "ragged_dot": ragged_dot.grouped_matmul,
 }
 
 
@@ -31,8 +31,8 @@ def grouped_matmul(
     w_GKN: one matrix per group, x's dtype.
     group_rows_G: int32, multiples of block_rows.
     block_rows: no block of this many rows spans two groups; "pallas_gpu" takes multiples of 64.
-    implementation: "pallas_gpu" (Hopper), "pallas_tpu", "xla", which holds few copies of matrices,
-      or "reference" with a copy for every block; None picks.
+    implementation: "pallas_gpu" (Hopper), "ragged_dot" (TPU), "xla", which holds few copies of
+      matrices, or "reference" with a copy for every block; None picks.
 
   Returns: [P, N] in x's dtype, float32 accumulation; zero past the last group. The gradient of w
     adds up in float32 over a group's rows and comes in w's dtype.
