@@ -6,7 +6,7 @@ mHC mixing. A multiplication and the addition after it are two.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -132,6 +132,41 @@ def flops_per_token(cfg: ModelConfig, mode: Mode, context: int) -> float:
   )
 
 
+def decode_flops_by_precision(cfg: ModelConfig, context: int) -> dict[str, float]:
+  """The FLOPs of `flops_per_token(cfg, "decode", context)` by the operands of their products.
+
+  As the release serves (model.md sections 2.7 and 3.5): "fp4" are the indexer's scores; "fp8" the
+  linears with FP8 activations, routed experts among them, since a product of FP4 weights with FP8
+  activations runs at the FP8 rate (V4 report, introduction); "bf16" all the rest, attention and
+  what is in float32 included.
+  """
+  a, i = cfg.attention, cfg.indexer
+  fp8 = 0.0  # matrix parameters
+  for spec in cfg.schedule():
+    p = layer_parameters(cfg, spec)
+    wide = a.heads * a.head_dim * a.o_rank + cfg.dim * cfg.moe.experts + p.kv_side
+    wide += 2 * cfg.streams * (cfg.streams + 2) * cfg.streams * cfg.dim  # mHC coefficients
+    if spec.kind in ("full", "reindex"):
+      wide += cfg.dim * i.heads
+    fp8 += p.matrices + p.kv_side + p.active_experts - wide
+  total = flops_per_token(cfg, "decode", context)
+  fp4 = sum(
+    2.0 * i.heads * i.head_dim * scanned_entries(cfg, spec, context) for spec in cfg.schedule()
+  )
+  return {"bf16": total - fp4 - 2 * fp8, "fp8": 2 * fp8, "fp4": fp4}
+
+
+def scanned_entries(cfg: ModelConfig, spec: LayerSpec, seen: Any) -> Any:
+  """Entries that a layer's indexer scores for a query; 0 for a layer without one.
+
+  seen: tokens up to the query, itself included; an integer or an array of them.
+  """
+  if spec.kind not in ("full", "reindex"):
+    return 0 * seen
+  visible, pool = seen // spec.ratio, cfg.indexer.pool_blocks * cfg.indexer.pool_block_size
+  return np.minimum(visible, pool) if spec.pool == "restrict" else visible
+
+
 def peak_flops(device_kind: str) -> float | None:
   """Dense bfloat16 FLOP/s of a device of this kind; None where it is not known, as for a CPU."""
   return _PEAKS.get(device_kind)
@@ -160,8 +195,5 @@ def _forward(
     visible = seen // spec.ratio if spec.ratio else np.zeros_like(seen)
     keys = window + np.minimum(visible, i.top_k)
     total += passes * 4.0 * a.heads * a.head_dim * keys.mean()  # q . k and p v
-    if spec.kind in ("full", "reindex"):
-      pool = i.pool_blocks * i.pool_block_size
-      scanned = np.minimum(visible, pool) if spec.pool == "restrict" else visible
-      total += 2.0 * i.heads * i.head_dim * scanned.mean()
+    total += 2.0 * i.heads * i.head_dim * scanned_entries(cfg, spec, seen).mean()
   return float(total)

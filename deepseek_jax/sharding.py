@@ -5,7 +5,7 @@ Parameters name their axes where they are declared (`nn.with_logical_partitionin
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -82,6 +82,29 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
   if mesh.empty:
     return x
   return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, mesh))
+
+
+def by_rows(fn: Callable, count: int, rows: Any, shared: Any = ()) -> Any:
+  """fn(rows, shared) where every device works on the rows of the batch that it holds.
+
+  The compiler cannot split a kernel over devices; here each calls it on its own rows, and nothing
+  travels but the gradients of what is shared. A device along another axis repeats the work of its
+  neighbour. Without a mesh, with one device, and inside shard_map it is fn itself.
+
+  Args:
+    fn: of the two trees; the leading axis of every array it returns grows with the rows.
+    count: rows of the batch.
+    rows: tree of arrays whose leading axis is the rows, or grows with them.
+    shared: tree of arrays that all devices see whole.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
+    return fn(rows, shared)
+  spec = PartitionSpec(*partition_spec(("batch",), (count,), mesh))
+  split = jax.shard_map(
+    fn, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False
+  )  # kernels do not say along which axes their results vary
+  return split(rows, shared)
 
 
 def state_shardings(abstract_state: Any, mesh: Mesh) -> Any:

@@ -50,23 +50,33 @@ device_description_str: "NVIDIA H200"
 @functools.cache
 def tpu(generation: str) -> jax.sharding.Mesh:
   """Mesh of one device of "v5p", "v6e" or "tpu7x"; skips the test where libtpu is missing."""
+  return _mesh(tpus(generation)[:1])
+
+
+def tpus(generation: str) -> list[jax.Device]:
+  """All devices of the smallest topology; skips the test where libtpu is missing."""
   pytest.importorskip("libtpu")
   # Two processes that compile at once fight over a lock file; and no cloud is asked for metadata.
   os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-  return _mesh(topologies.get_topology_desc(_TPU_TOPOLOGY[generation], platform="tpu"))
+  return topologies.get_topology_desc(_TPU_TOPOLOGY[generation], platform="tpu").devices
 
 
 @functools.cache
 def h200() -> jax.sharding.Mesh:
   """Mesh of one NVIDIA H200; skips the test where the CUDA 13 plug-in is missing."""
+  return _mesh(h200s(1)[:1])
+
+
+def h200s(count: int) -> list[jax.Device]:
+  """Devices of one host; skips the test where the CUDA 13 plug-in is missing."""
   pytest.importorskip("jax_cuda13_plugin")
-  return _mesh(
-    topologies.get_topology_desc("", platform="cuda", target_config=_H200, topology="1x1x1")
-  )
+  return topologies.get_topology_desc(
+    "", platform="cuda", target_config=_H200, topology=f"1x1x{count}"
+  ).devices
 
 
-def _mesh(topology: topologies.TopologyDescription) -> jax.sharding.Mesh:
-  return jax.sharding.Mesh(np.array(topology.devices[:1]), ("device",))
+def _mesh(devices) -> jax.sharding.Mesh:
+  return jax.sharding.Mesh(np.array(devices), ("device",))
 
 
 @contextlib.contextmanager

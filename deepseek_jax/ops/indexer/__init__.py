@@ -5,12 +5,15 @@ W pool blocks.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from deepseek_jax.ops import dispatch
 from deepseek_jax.ops.indexer import chosen, pallas_gpu, pallas_tpu, reference, xla
+from deepseek_jax.sharding import by_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,17 +80,12 @@ def select(
       products and sums are exact in float32; elsewhere they add heads in orders of their own, and
       ids may differ where scores lie within their last bits.
   """
-  return Selected(
-    *dispatch.call(
-      _SELECT,
-      implementation,
-      *jax.lax.stop_gradient((q_BQIi, keys_BNi, head_weights_BQI)),
-      visible,
-      choice,
-      pool_BQW=pool_BQW,
-      with_scores=with_scores,
-    )
+  run = functools.partial(
+    dispatch.call, _SELECT, implementation, choice=choice, with_scores=with_scores
   )
+  arrays = jax.lax.stop_gradient((q_BQIi, keys_BNi, head_weights_BQI))
+  own = lambda rows, _: run(*rows[0], rows[1], pool_BQW=rows[2])
+  return Selected(*by_rows(own, len(q_BQIi), (arrays, visible, pool_BQW)))
 
 
 def divergence(
@@ -107,13 +105,7 @@ def divergence(
 
   Returns: float32 scalar, in nats.
   """
-  return dispatch.call(
-    _DIVERGENCE,
-    implementation,
-    q_BQIi,
-    keys_BNi,
-    head_weights_BQI,
-    selection_BQK,
-    jax.lax.stop_gradient(teacher_BQK),
-    counts_BQ,
-  )
+  run = functools.partial(dispatch.call, _DIVERGENCE, implementation)
+  teacher_BQK = jax.lax.stop_gradient(teacher_BQK)
+  arrays = q_BQIi, keys_BNi, head_weights_BQI, selection_BQK, teacher_BQK, counts_BQ
+  return jnp.sum(by_rows(lambda rows, _: run(*rows)[None], len(q_BQIi), arrays))

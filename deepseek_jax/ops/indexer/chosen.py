@@ -15,6 +15,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from deepseek_jax.ops import dispatch
 from deepseek_jax.ops.indexer import reference, tiles
 from deepseek_jax.ops.matmul import einsum_f32
 from deepseek_jax.ops.sparse_attention import reduce_rows
@@ -22,7 +23,7 @@ from deepseek_jax.ops.sparse_attention import reduce_rows
 
 def by_scatter(q_BQIi, keys_BNi, head_weights_BQI, selection_BQK, teacher_BQK, counts_BQ):
   """As the public op; for devices whose scatter-add has a fixed order."""
-  if jax.default_backend() == "gpu":
+  if dispatch.device().platform == "gpu":
     raise NotImplementedError("a scatter-add on a GPU adds in any order")
   return _divergence(
     "scatter", q_BQIi, keys_BNi, head_weights_BQI, selection_BQK, teacher_BQK, counts_BQ

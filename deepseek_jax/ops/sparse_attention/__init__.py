@@ -12,6 +12,7 @@ import jax
 
 from deepseek_jax.ops import dispatch
 from deepseek_jax.ops.sparse_attention import reference, tiles, vjp
+from deepseek_jax.sharding import by_rows
 
 
 class Attended(NamedTuple):
@@ -54,15 +55,11 @@ def plan_selection(
   Returns: a tree of arrays for `sparse_attention(plan=)`, of the implementation that the same
     arguments choose there; None where that one needs no plan.
   """
-  return dispatch.call(
-    _PLANS,
-    implementation,
-    selection_BQK,
-    entry_kv_BNd,
-    q_BQHd,
-    window=window,
-    slow=tiles.slow(q_BQHd),
+  plan = functools.partial(
+    dispatch.call, _PLANS, implementation, window=window, slow=tiles.slow(q_BQHd)
   )
+  arrays = selection_BQK, entry_kv_BNd, q_BQHd
+  return by_rows(lambda rows, _: plan(*rows), len(q_BQHd), arrays)
 
 
 def _plan_with(name: str, selection_BQK, entry_kv_BNd, q_BQHd, *, window: int):
@@ -111,19 +108,14 @@ def sparse_attention(
 
   Raises: NotImplementedError where a named implementation cannot take the shapes or the device.
   """
-  return Attended(
-    *dispatch.call(
-      _IMPLEMENTATIONS,
-      implementation,
-      q_BQHd,
-      window_kv_BQd,
-      entry_kv_BNd,
-      selection_BQK,
-      segment_start_BQ,
-      sink_H,
-      window=window,
-      plan=plan,
-      with_teacher=with_teacher,
-      slow=tiles.slow(q_BQHd),
-    )
+  attend = functools.partial(
+    dispatch.call,
+    _IMPLEMENTATIONS,
+    implementation,
+    window=window,
+    with_teacher=with_teacher,
+    slow=tiles.slow(q_BQHd),
   )
+  arrays = q_BQHd, window_kv_BQd, entry_kv_BNd, selection_BQK, segment_start_BQ
+  run = lambda rows, sink_H: attend(*rows[0], sink_H, plan=rows[1])
+  return Attended(*by_rows(run, len(q_BQHd), (arrays, plan), sink_H))

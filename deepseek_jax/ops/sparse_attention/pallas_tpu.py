@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from deepseek_jax.ops import dispatch
 from deepseek_jax.ops.chunks import over_queries
 from deepseek_jax.ops.matmul import einsum_f32
 from deepseek_jax.ops.sparse_attention import tpu_backward, tpu_forward, tpu_plan, tpu_rows
@@ -31,7 +32,7 @@ _TEACHER_QUERIES = 128  # at a time; bounds the gathered entries to [B, 128, K, 
 def require(q_BQHd: jax.Array, window: int) -> None:
   """Raises NotImplementedError for what the kernels cannot run."""
   heads, width = q_BQHd.shape[2:]
-  if jax.default_backend() == "gpu":
+  if dispatch.device().platform == "gpu":
     raise NotImplementedError("the TPU kernels of sparse attention do not run on a GPU")
   if window != _WINDOW:
     raise NotImplementedError(f"window is {window}, the TPU kernels take {_WINDOW}")
