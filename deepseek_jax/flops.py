@@ -150,9 +150,8 @@ def decode_flops_by_precision(cfg: ModelConfig, context: int) -> dict[str, float
       wide += cfg.dim * i.heads
     fp8 += p.matrices + p.kv_side + p.active_experts - wide
   total = flops_per_token(cfg, "decode", context)
-  fp4 = sum(
-    2.0 * i.heads * i.head_dim * scanned_entries(cfg, spec, context) for spec in cfg.schedule()
-  )
+  scanned = sum(int(scanned_entries(cfg, spec, context)) for spec in cfg.schedule())
+  fp4 = 2.0 * i.heads * i.head_dim * scanned
   return {"bf16": total - fp4 - 2 * fp8, "fp8": 2 * fp8, "fp4": fp4}
 
 

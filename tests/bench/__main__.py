@@ -25,7 +25,8 @@ from deepseek_jax.ops import dispatch
 from tests.bench import case, measure, report
 
 _MEASURED = ("attention", "indexer", "experts", "loss")
-_CHIPS = "v5p,v6e,tpu7x"
+_CHIPS = ("v5p", "v6e", "tpu7x")
+_SELECTIONS = ("random", "clustered")
 _REFERENCE_TOKENS = 4096
 _ACCELERATOR = "release", (4096, 16_384, 65_536)
 _CPU = "tiny", (64,)
@@ -39,7 +40,10 @@ _FOREIGN = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-  options = _parser().parse_args(arguments)
+  parser = _parser()
+  options = parser.parse_args(arguments)
+  if options.tokens and min(options.tokens) < max(options.ratio):
+    parser.error(f"--tokens {min(options.tokens)} has no entry at --ratio {max(options.ratio)}")
   document = {
     "benchmark": options.benchmark,
     "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -55,27 +59,58 @@ def main(arguments: list[str] | None = None) -> int:
       _measure(options, document, console)
   finally:
     if options.json:
-      options.json.parent.mkdir(parents=True, exist_ok=True)
       options.json.write_text(json.dumps(document, indent=1) + "\n")
   console.print(report.table(document))
   return int(any("error" in record for record in document["records"]))
 
 
 def _parser() -> argparse.ArgumentParser:
-  names = lambda text: tuple(text.split(","))
-  numbers = lambda text: tuple(int(word) for word in text.split(","))
   parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
   parser.formatter_class = argparse.RawDescriptionHelpFormatter
   parser.add_argument("benchmark", choices=(*_MEASURED, "schedule"))
-  parser.add_argument("--json", type=pathlib.Path)
-  parser.add_argument("--tokens", type=numbers, help="default: 4096,16384,65536; on a CPU 64")
-  parser.add_argument("--ratio", type=numbers, default=(1, 2), help="tokens per entry")
-  parser.add_argument("--selection", type=names, default=("random", "clustered"))
-  parser.add_argument("--implementation", type=names, help="default: all that this device may use")
-  parser.add_argument("--repeat", type=int, default=1, help="rounds over all cases")
+  parser.add_argument("--json", type=_writable_file)
+  parser.add_argument("--tokens", type=_numbers, help="default: 4096,16384,65536; on a CPU 64")
+  parser.add_argument("--ratio", type=_numbers, default=(1, 2), help="tokens per entry")
+  parser.add_argument("--selection", type=_names_of(_SELECTIONS), default=_SELECTIONS)
+  parser.add_argument(
+    "--implementation",
+    type=lambda text: tuple(text.split(",")),
+    help="default: all that this device may use",
+  )
+  parser.add_argument("--repeat", type=_number, default=1, help="rounds over all cases")
   parser.add_argument("--sizes", choices=case.SIZES, help="default: release; on a CPU tiny")
-  parser.add_argument("--chip", type=names, default=names(_CHIPS), help="for schedule")
+  parser.add_argument("--chip", type=_names_of(_CHIPS), default=_CHIPS, help="for schedule")
   return parser
+
+
+def _number(text: str) -> int:
+  if not text.isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(f"{text!r} is not one of 1, 2, ...")
+  return int(text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+  return tuple(_number(word) for word in text.split(","))
+
+
+def _names_of(known: tuple[str, ...]):
+  def names(text: str) -> tuple[str, ...]:
+    if unknown := [word for word in text.split(",") if word not in known]:
+      raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(known)}")
+    return tuple(text.split(","))
+
+  return names
+
+
+def _writable_file(text: str) -> pathlib.Path:
+  """Tried before anything is measured."""
+  path = pathlib.Path(text)
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.open("a").close()
+  except OSError as error:
+    raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from error
+  return path
 
 
 def _measure(options, document: dict, console: Console) -> None:

@@ -66,3 +66,24 @@ def test_an_implementation_that_is_not_there_is_an_error_in_the_document(tmp_pat
   status, document = document_of(tmp_path, "experts", "--implementation", "magic")
   assert status == 1
   assert "'magic'" in document["records"][0]["error"]
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--tokens", "0"], "'0' is not one of 1, 2, ..."),
+    (["--tokens", "64,abc"], "'abc' is not one of 1, 2, ..."),
+    (["--ratio", "-1"], "'-1' is not one of 1, 2, ..."),
+    (["--tokens", "32", "--ratio", "64"], "--tokens 32 has no entry at --ratio 64"),
+    (["--selection", "foo"], "'foo' is not one of random, clustered"),
+    (["--repeat", "0"], "'0' is not one of 1, 2, ..."),
+    (["--json", "/proc/bench.json"], "/proc/bench.json cannot be written"),
+  ],
+)
+def test_arguments_that_make_no_sense_are_refused_before_anything_is_measured(
+  arguments, message, capsys
+):
+  with pytest.raises(SystemExit) as stopped:
+    main(["attention", *arguments])
+  assert stopped.value.code == 2
+  assert message in capsys.readouterr().err

@@ -12,9 +12,9 @@ import pytest
 
 from deepseek_jax.layout import Document, build_layout
 from deepseek_jax.ops.indexer import Choice, Visible, select
-from deepseek_jax.ops.sparse_attention import reference, sparse_attention
+from deepseek_jax.ops.sparse_attention import plan_selection, reference, sparse_attention
 
-B, H, D, N, K = 2, 3, 8, 9, 4
+B, H, D, N, K = 2, 3, 16, 9, 4
 # Queries, window, chunk of queries: one chunk and several, cut unevenly, windows of every kind.
 SIZES = [(13, 4, 512), (13, 4, 4), (12, 5, 6), (7, 1, 3), (5, 8, 2), (16, 4, 8), (1, 4, 4)]
 
@@ -178,3 +178,58 @@ def test_bfloat16_output_is_within_its_rounding_of_float32():
   assert got.out_BQHd.dtype == "bfloat16" and got.lse_BQH.dtype == jnp.float32
   np.testing.assert_allclose(np.float32(got.out_BQHd), want[0], atol=2e-2)
   np.testing.assert_allclose(got.lse_BQH, want[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas_triton"])
+def test_no_entry_cell_at_all_is_window_only_with_an_empty_teacher(implementation):
+  q, window_kv, entry_kv, selection, segment_start, sink = case(5)
+  options = {"window": 4, "implementation": implementation, "with_teacher": True}
+  none = np.full_like(selection, -1)
+  got = sparse_attention(q, window_kv, entry_kv[:, :0], none, segment_start, sink, **options)
+  want = sparse_attention(q, window_kv, None, None, segment_start, sink, **options)
+  np.testing.assert_array_equal(got.out_BQHd, want.out_BQHd)
+  assert not np.any(got.teacher_BQK) and got.teacher_BQK.shape == (B, 5, K)
+  assert want.teacher_BQK.shape == (B, 5, 0)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas_triton"])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_largest_sinks_leave_values_and_gradients_finite(implementation, sign):
+  q, *rest, sink = case(5)
+  sink = np.full_like(sink, sign * np.finfo(np.float32).max)
+
+  def total(q):
+    got = sparse_attention(q, *rest, sink, window=4, implementation=implementation)
+    return jnp.sum(got.out_BQHd), got
+
+  d_q, got = jax.grad(total, has_aux=True)(q)
+  assert np.isfinite(d_q).all() and np.isfinite(got.lse_BQH).all()
+  seen = np.any(np.asarray(got.out_BQHd) != 0, -1)
+  assert not seen.any() if sign > 0 else seen[0].all()
+
+
+@pytest.mark.parametrize("change", ["rows", "choices", "entries"])
+def test_a_plan_of_other_arguments_is_refused(change):
+  q, window_kv, entry_kv, selection, segment_start, sink = case(5)
+  options = {"window": 4, "implementation": "pallas_triton"}
+  other = {
+    "rows": (selection[:1], entry_kv[:1], q[:1]),
+    "choices": (np.pad(selection, ((0, 0), (0, 0), (0, 64)), constant_values=-1), entry_kv, q),
+    "entries": (selection, np.pad(entry_kv, ((0, 0), (0, 3), (0, 0))), q),
+  }[change]
+  plan = plan_selection(*other, **options)
+  with pytest.raises(ValueError, match="plan was made for another selection"):
+    sparse_attention(q, window_kv, entry_kv, selection, segment_start, sink, plan=plan, **options)
+
+
+def test_queries_and_keys_of_two_kinds_are_refused_by_a_kernel():
+  q, window_kv, *rest = case(5)
+  with pytest.raises(NotImplementedError, match="one dtype, got .'bfloat16', 'float32'."):
+    sparse_attention(
+      q, jnp.asarray(window_kv, "bfloat16"), *rest, window=4, implementation="pallas_triton"
+    )
+
+
+def test_a_window_of_nothing_is_refused():
+  with pytest.raises(ValueError, match=r"window is 0, accepted are 1, 2"):
+    sparse_attention(*case(5), window=0)

@@ -37,6 +37,10 @@ def grouped_matmul(
   Returns: [P, N] in x's dtype, float32 accumulation; zero past the last group. The gradient of w
     adds up in float32 over a group's rows and comes in w's dtype.
   """
+  if x_PK.shape[0] % block_rows:
+    raise ValueError(
+      f"x has {x_PK.shape[0]} rows, accepted are multiples of block_rows, {block_rows}."
+    )
   return dispatch.call(
     _IMPLEMENTATIONS, implementation, x_PK, w_GKN, group_rows_G, block_rows=block_rows
   )

@@ -68,18 +68,21 @@ def select(
 
   score[n] = sum_h w_h relu(q_h . k_n). With pool_BQW only entries of those blocks are taken. The
   pool that choice.publish_blocks asks for holds the blocks with the best single entry, the newest
-  block always among them. Nothing here has a gradient. Source: model.md sections 2.6.3-2.6.6.
+  block always among them. Nothing here has a gradient. Scores must be finite and visible ranges lie
+  within the entries. Source: model.md sections 2.6.3-2.6.6.
 
   Args:
     q_BQIi, keys_BNi: rotated, and fake-quantized where the stage says so.
     head_weights_BQI: signed, scaled.
-    pool_BQW: int32 block ids, -1 for none.
+    pool_BQW: int32 block ids, ascending, distinct, -1 at the end; it excludes publish_blocks.
     with_scores: also return the scores before the pool's restriction, all [B,Q,N] of them; what
       the reference is for.
     implementation: a name, or None for the best one on this device. All choose the same ids where
       products and sums are exact in float32; elsewhere they add heads in orders of their own, and
       ids may differ where scores lie within their last bits.
   """
+  if pool_BQW is not None and choice.publish_blocks:
+    raise ValueError("a layer that is restricted to a pool cannot publish one")
   run = functools.partial(
     dispatch.call, _SELECT, implementation, choice=choice, with_scores=with_scores
   )
@@ -105,6 +108,8 @@ def divergence(
 
   Returns: float32 scalar, in nats.
   """
+  if not keys_BNi.shape[1]:
+    return jnp.zeros((), jnp.float32)
   run = functools.partial(dispatch.call, _DIVERGENCE, implementation)
   teacher_BQK = jax.lax.stop_gradient(teacher_BQK)
   arrays = q_BQIi, keys_BNi, head_weights_BQI, selection_BQK, teacher_BQK, counts_BQ

@@ -40,8 +40,8 @@ def select(
   score_tile = score_tile or tiles.SCORE_TILE
   rows, entries, _ = keys_BNi.shape
   chosen = min(choice.top_k, entries)
-  if not entries:
-    raise NotImplementedError("there are no entries")
+  if not entries or not choice.top_k or (pool_BQW is not None and not pool_BQW.shape[2]):
+    raise NotImplementedError("there is nothing to choose from, or nothing to choose")
   members = 0 if pool_BQW is None else pool_BQW.shape[2] * choice.block_size
   members_first = members > 0 and tiles.scores_members("pallas_gpu", entries, members)
   dtype = jnp.promote_types(q_BQIi.dtype, keys_BNi.dtype)

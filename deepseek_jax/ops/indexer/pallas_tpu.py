@@ -29,6 +29,8 @@ def select(
   q_BQIi, keys_BNi, head_weights_BQI, visible, choice, *, pool_BQW=None, with_scores: bool = False
 ):
   """As the public op, of any sizes; interpreted where there is no TPU."""
+  if not keys_BNi.shape[1]:
+    raise NotImplementedError("there are no entries")
   return xla.select_by(
     _scores,
     "pallas_tpu",

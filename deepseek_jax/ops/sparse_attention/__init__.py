@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from deepseek_jax.ops import dispatch
 from deepseek_jax.ops.sparse_attention import reference, tiles, vjp
@@ -21,6 +22,8 @@ class Attended(NamedTuple):
   teacher_BQK: jax.Array | None  # float32, detached: probability of each choice, summed over heads
 
 
+# Sinks are clipped to it: products of float32's largest numbers overflow, and a mask is -1e30.
+_LARGEST_SINK = 1e20
 _KERNELS = ("pallas_gpu", "pallas_triton", "pallas_tpu")  # modules of this package
 
 
@@ -64,6 +67,7 @@ def plan_selection(
 
 def _plan_with(name: str, selection_BQK, entry_kv_BNd, q_BQHd, *, window: int):
   backend = _backend(name)
+  vjp.require_one_dtype(q_BQHd, entry_kv_BNd)
   backend.require(q_BQHd, window)
   return backend.plan(selection_BQK, entry_kv_BNd.shape[1], window=window)
 
@@ -102,20 +106,33 @@ def sparse_attention(
     segment_start_BQ: int32 first slot that a query may reach.
     sink_H: float32 logit of the sink.
     window: slots, the query's own included.
-    plan: plan_selection of the same selection; None makes it here, again in every layer.
+    plan: plan_selection of the same arguments; None makes it here, again in every layer.
     with_teacher: also return the head-summed probability of every chosen entry.
     implementation: a name, or None for the best one on this device.
 
-  Raises: NotImplementedError where a named implementation cannot take the shapes or the device.
+  Every row must be finite, also where nobody sees it: a kernel may multiply it by 0.
+
+  Raises: NotImplementedError where a named implementation cannot take the shapes or the device;
+    ValueError for a window below 1 and for a plan of other shapes.
   """
+  if window < 1:
+    raise ValueError(f"window is {window}, accepted are 1, 2, ...")
+  choices = 0 if selection_BQK is None else selection_BQK.shape[-1]
+  has_entries = entry_kv_BNd is not None and entry_kv_BNd.shape[1] > 0
+  if not has_entries:
+    entry_kv_BNd = selection_BQK = plan = None
   attend = functools.partial(
     dispatch.call,
     _IMPLEMENTATIONS,
     implementation,
     window=window,
-    with_teacher=with_teacher,
+    with_teacher=with_teacher and has_entries,
     slow=tiles.slow(q_BQHd),
   )
+  sink_H = jnp.clip(sink_H.astype(jnp.float32), -_LARGEST_SINK, _LARGEST_SINK)
   arrays = q_BQHd, window_kv_BQd, entry_kv_BNd, selection_BQK, segment_start_BQ
   run = lambda rows, sink_H: attend(*rows[0], sink_H, plan=rows[1])
-  return Attended(*by_rows(run, len(q_BQHd), (arrays, plan), sink_H))
+  attended = Attended(*by_rows(run, len(q_BQHd), (arrays, plan), sink_H))
+  if with_teacher and not has_entries:
+    return attended._replace(teacher_BQK=jnp.zeros((*q_BQHd.shape[:2], choices), jnp.float32))
+  return attended

@@ -28,9 +28,12 @@ def attend(
   With p the probability of a key: dp = d_out . k, ds = p (dp - delta), delta = out . d_out - d_lse.
   The sink is a key without a value: d_sink = -sum p_sink delta. The teacher has no gradient.
   """
+  require_one_dtype(q_BQHd, window_kv_BQd, entry_kv_BNd)
   backend.require(q_BQHd, window)
-  if plan is None and selection_BQK is not None:
-    plan = backend.plan(selection_BQK, entry_kv_BNd.shape[1], window=window)
+  if selection_BQK is not None:
+    make_plan = lambda selection: backend.plan(selection, entry_kv_BNd.shape[1], window=window)
+    plan = make_plan(selection_BQK) if plan is None else plan
+    _check_plan(plan, jax.eval_shape(make_plan, selection_BQK))
   out_BQHd, lse_BQH = _attend(
     backend,
     window,
@@ -47,6 +50,23 @@ def attend(
     detached = jax.lax.stop_gradient((q_BQHd, entry_kv_BNd, lse_BQH))
     teacher_BQK = backend.teacher(detached[0], detached[1], selection_BQK, detached[2])
   return out_BQHd, lse_BQH, teacher_BQK
+
+
+def require_one_dtype(*floats: jax.Array | None) -> None:
+  """Raises NotImplementedError where queries and keys differ: a kernel multiplies one kind."""
+  dtypes = {str(x.dtype) for x in floats if x is not None}
+  if len(dtypes) > 1:
+    raise NotImplementedError(f"queries and keys must have one dtype, got {sorted(dtypes)}")
+
+
+def _check_plan(plan, wanted) -> None:
+  """A plan of another selection would read beyond the arrays."""
+  shapes = lambda tree: jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree)
+  if jax.tree.structure(plan) != jax.tree.structure(wanted) or shapes(plan) != shapes(wanted):
+    raise ValueError(
+      "plan was made for another selection, number of entries or implementation; make it with "
+      "plan_selection of the same arguments."
+    )
 
 
 def _run(backend, window, q, window_kv, entry_kv, selection, segment_start, sink, plan):
