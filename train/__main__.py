@@ -4,6 +4,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Sequence
 
 from train.errors import Exit, UsageError
@@ -69,7 +70,16 @@ def _refuse(problems: Sequence[str]) -> int:
   return Exit.USAGE
 
 
+def run(argv: Sequence[str]) -> int:
+  """As main; an exception that nobody expected is shown and becomes an exit code of its own."""
+  try:
+    return main(argv)
+  except Exception:  # noqa: BLE001, whatever it is: the launcher must not take it for a result
+    traceback.print_exc()
+    return Exit.CRASHED
+
+
 if __name__ == "__main__":
   # A stream that was closed before the start is None.
   sys.stdout, sys.stderr = (s and Screen(s) for s in (sys.stdout, sys.stderr))
-  sys.exit(main(sys.argv[1:]))
+  sys.exit(run(sys.argv[1:]))

@@ -12,6 +12,7 @@ class Exit(enum.IntEnum):
   USAGE = 2  # wrong arguments, configuration or data
   PREEMPTED = 42  # saved; restart me
   STOPPED = 43  # error in the data or the numerics; do not restart
+  CRASHED = 70  # a fault of ours, with its traceback; Python's own 1 would read as a failed check
 
 
 class UsageError(Exception):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from train import __main__ as program
 from train.__main__ import VERBS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -71,3 +72,12 @@ def test_doctor_names_all_wrong_arguments():
     "--wrokdir is not an argument; the nearest is --workdir.",
     "--config.seed needs a value.",
   ]
+
+
+def test_a_fault_of_ours_is_no_failed_check(monkeypatch, capsys):
+  def broken(argv):
+    raise ZeroDivisionError("division by zero")
+
+  monkeypatch.setattr(program, "main", broken)
+  assert program.run(["doctor"]) == 70
+  assert "ZeroDivisionError: division by zero" in capsys.readouterr().err

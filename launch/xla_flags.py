@@ -1,0 +1,92 @@
+"""XLA's flags per kind of device: the one table, printed by every launcher with --dry-run.
+
+Only what the XLA or JAX documentation advises for a training run, and only where it can matter; an
+unknown flag ends the process at its start, so every name here is tried on the compilers we pin
+(tests/launch/test_xla_flags.py). What a run got is in its environment.json.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+class Flag(NamedTuple):
+  variable: str  # the environment variable that the compiler reads
+  name: str
+  value: str
+  devices: int  # the fewest devices that it makes sense for
+  slices: int  # likewise
+  why: str
+
+  def __str__(self) -> str:
+    return f"--{self.name}={self.value}"
+
+
+GPU = (
+  Flag(
+    "XLA_FLAGS",
+    "xla_gpu_enable_latency_hiding_scheduler",
+    "true",
+    devices=2,
+    slices=1,
+    # docs.jax.dev/en/latest/gpu_performance_tips.html: off by default; on in NVIDIA's JAX image.
+    why="computes while collectives are under way",
+  ),
+)
+TPU = (
+  Flag(
+    "LIBTPU_INIT_ARGS",
+    "xla_tpu_enable_async_all_to_all",
+    "true",
+    devices=2,
+    slices=1,
+    # openxla.org/xla/flags_guidance: default false, suggested true.
+    why="computes while experts exchange tokens",
+  ),
+  Flag(
+    "LIBTPU_INIT_ARGS",
+    "xla_tpu_enable_data_parallel_all_reduce_opt",
+    "true",
+    devices=2,
+    slices=2,
+    # openxla.org/xla/flags_guidance, TPU XLA flags: overlaps all-reduces over the data-centre
+    # network. Its companion for different sizes costs memory and is left out.
+    why="computes while gradients travel between slices",
+  ),
+)
+TABLE: dict[str, tuple[Flag, ...]] = {
+  "cpu": (),
+  "gpu": GPU,
+  "v5p": TPU,
+  "v6e": TPU,
+  "tpu7x": TPU,
+}
+
+
+def flags(kind: str, *, devices: int, slices: int = 1) -> tuple[Flag, ...]:
+  """The flags of a run on this many devices, in all slices together; `kind` is a key of TABLE."""
+  return tuple(f for f in TABLE[kind] if devices >= f.devices and slices >= f.slices)
+
+
+def variables(chosen: Sequence[Flag], own: Mapping[str, str]) -> dict[str, str]:
+  """The environment variables that carry the flags.
+
+  Args:
+    chosen: from `flags`.
+    own: the variables as the user has set them; a flag that is named there keeps the user's value.
+  """
+  texts = {flag.variable: own.get(flag.variable, "").split() for flag in chosen}
+  for flag in reversed(chosen):
+    words = texts[flag.variable]
+    if flag.name not in {word.lstrip("-").partition("=")[0] for word in words}:
+      words.insert(0, str(flag))
+  return {variable: " ".join(words) for variable, words in texts.items()}
+
+
+def describe(kind: str, chosen: Sequence[Flag]) -> list[str]:
+  """One line per flag, for people."""
+  if not chosen:
+    return [f"XLA flags for {kind}: none"]
+  return [
+    f"XLA flags for {kind}:",
+    *(f"  {flag.variable} {flag}  ({flag.why})" for flag in chosen),
+  ]
