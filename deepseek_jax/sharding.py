@@ -30,6 +30,8 @@ RULES: dict[str, tuple[str, ...]] = {
   "layers": (),  # the axis that a scan over equal groups adds
 }
 
+KEPT = "kernel result"  # checkpoint_name of what a backward pass should not compute again
+
 Names = Sequence[str | None]
 
 
@@ -101,9 +103,11 @@ def by_rows(fn: Callable, count: int, rows: Any, shared: Any = ()) -> Any:
   if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
     return fn(rows, shared)
   spec = PartitionSpec(*partition_spec(("batch",), (count,), mesh))
-  split = jax.shard_map(
-    fn, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False
-  )  # kernels do not say along which axes their results vary
+  # XLA's GPU compiler (jax 0.11.2) crashes on the backward pass of a shard_map that has an operand
+  # it does not use. What checkpoint saves is used: inputs, and what a kernel names KEPT.
+  fn = jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
+  # Kernels do not say along which axes their results vary.
+  split = jax.shard_map(fn, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False)
   return split(rows, shared)
 
 

@@ -14,6 +14,7 @@ from deepseek_jax.layout import Document, build_layout
 from deepseek_jax.model import Model
 from deepseek_jax.objective.denominators import count
 from deepseek_jax.objective.pretrain import make_loss_fn
+from deepseek_jax.ops import dispatch
 from deepseek_jax.sharding import make_mesh
 from tests.aot.targets import compile_for, h200
 
@@ -49,6 +50,7 @@ def test_a_training_step_compiles_with_the_kernels_chosen(caplog):
   variables = jax.eval_shape(init, jax.random.key(0))
   arguments = jax.eval_shape(lambda: (layout, count(layout, cfg)))
   step = jax.value_and_grad(loss_fn, has_aux=True)
+  dispatch._log_choice.cache_clear()  # each choice is logged once in a process
   with caplog.at_level(logging.INFO, "deepseek_jax.ops.dispatch"):
     compiled = compile_for(target, step, variables["params"], variables["balance"], *arguments)
   chosen = {r.args[0].rpartition(".")[2]: r.args[1] for r in caplog.records}

@@ -44,3 +44,17 @@ def test_kernels_run_on_every_device_and_no_activation_travels(name):
     text = traced.lower(lowering_platforms=(platform,)).compile().as_text()
   assert "all-gather" not in text and "all-to-all" not in text
   assert ("tpu_custom_call" if name == "v6e" else "mosaic_gpu") in text
+
+
+def test_the_gradient_of_plain_attention_compiles_for_two_gpus():
+  """XLA's GPU compiler crashed on an operand that only the forward pass used."""
+  mesh = make_mesh(MeshConfig(fsdp=2), list(h200s(2)))
+  shape = lambda *s: jax.ShapeDtypeStruct((2, *s), jnp.float32, sharding=batch_sharding(mesh))
+
+  def total(q, window_kv):
+    start_BQ, sink_H = jnp.zeros(q.shape[:2], jnp.int32), jnp.zeros(q.shape[2])
+    return sparse_attention(q, window_kv, None, None, start_BQ, sink_H, window=8).out_BQHd.sum()
+
+  with tracing_for(mesh):
+    traced = jax.jit(jax.grad(total, (0, 1))).trace(shape(64, 2, 32), shape(64, 32))
+    assert traced.lower(lowering_platforms=("cuda",)).compile()

@@ -8,6 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from deepseek_jax.sharding import KEPT
 
 
 def attend(
@@ -76,7 +79,7 @@ def _run(backend, window, q, window_kv, entry_kv, selection, segment_start, sink
 
 
 def _forward(backend, window, *arrays):
-  out_BQHd, lse_BQH = _run(backend, window, *arrays)
+  out_BQHd, lse_BQH = checkpoint_name(_run(backend, window, *arrays), KEPT)
   return (out_BQHd, lse_BQH), (arrays, out_BQHd, lse_BQH)
 
 
