@@ -9,6 +9,8 @@ import pytest
 
 from tests.launch.conftest import PATIENCE, alive
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("code", [0, 1, 2, 43])
 def test_a_final_code_is_passed_on_without_a_restart(supervise, code):

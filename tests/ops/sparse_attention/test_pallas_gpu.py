@@ -60,6 +60,7 @@ def everything(implementation, dtype, *, planned):
   return *values, *gradients
 
 
+@pytest.mark.slow
 def test_values_teacher_and_gradients_are_those_of_the_reference_with_and_without_a_plan():
   want = everything("reference", jnp.float32, planned=False)
   for planned in (True, False):

@@ -105,9 +105,9 @@ def assert_close(got, want, dtype):
   ("rows", "queries", "tile", "cores", "dtype", "width"),
   [
     (2, 29, 4, 1, "float32", 128),  # queries that do not fill a window block
-    (1, 24, 1, 1, "float32", 128),
-    (1, 29, 2, 2, "float32", 256),
-    (2, 61, 8, 2, "bfloat16", 256),
+    pytest.param(1, 24, 1, 1, "float32", 128, marks=pytest.mark.slow),
+    pytest.param(1, 29, 2, 2, "float32", 256, marks=pytest.mark.slow),
+    pytest.param(2, 61, 8, 2, "bfloat16", 256, marks=pytest.mark.slow),
   ],
 )
 def test_values_and_gradients_are_those_of_the_reference(rows, queries, tile, cores, dtype, width):
