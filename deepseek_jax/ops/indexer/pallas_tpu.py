@@ -2,7 +2,7 @@
 
 A tile is computed transposed, [keys, queries]: a head's weights are then a row, which is cheap to
 spread over the tile's sublanes, and the result is transposed once and not once per head
-(kernel_tpu.md section 6). Heads are added in ascending order, in float32, from 0.
+(read off the compiler's schedule). Heads are added in ascending order, in float32, from 0.
 
 Legend: B rows, C queries of a chunk, I indexer heads, i indexer width, N entry cells, T queries of
 a tile, P keys of a tile, S keys of a strip.

@@ -60,7 +60,7 @@ def select_by(score: Callable, name: str, arrays, visible, choice, *, pool_BQW, 
   return *over_queries(body, queries, chunk), None
 
 
-_SORT_COPIES = 3  # jax.lax.top_k takes two to three times its input (kernels.md section 2.2)
+_SORT_COPIES = 3  # jax.lax.top_k takes two to three times its input (read off compiled programs)
 
 
 def _choose(start, queries, *, keys_BNi, exists_BN, choice, score):

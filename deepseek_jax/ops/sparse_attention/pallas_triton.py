@@ -1,7 +1,7 @@
 """Sparse attention for any NVIDIA GPU, in Pallas-Triton: the portable back end.
 
 One program per query and block of heads walks over the chosen entries and the window, 64 keys at a
-time. The backward pass is split (kernel_backward.md section 3): one kernel leaves dS and a row of
+time. The backward pass is split: one kernel leaves dS and a row of
 contributions for every (query, key), a second one turns dS into d_q, and `reduce_rows` sums the
 rows per key in a fixed order, so that two runs agree bit for bit.
 
@@ -36,7 +36,7 @@ class _Launch(NamedTuple):
   num_stages: int
 
 
-# As measured on an H200 (kernel_backward.md section 3). The contributions hold queries, d_out and
+# As measured on an H200 (docs/log.md). The contributions hold queries, d_out and
 # one block of keys, which leaves no memory to fetch the next block into.
 _FORWARD = _Launch(keys=64, num_warps=8, num_stages=2)
 _TEACHER = _Launch(keys=64, num_warps=4, num_stages=3)
@@ -403,7 +403,7 @@ def _contributions_kernel(
   local, t = pl.program_id(0), _query(offset_ref, q_ref.shape[0])
   heads = pl.ds(block * sizes.heads, sizes.heads)
   width = q_ref.shape[2]
-  # Registers hold the contributions of so many channels at a time (kernel_backward.md section 3).
+  # Registers hold the contributions of so many channels at a time.
   part = min(width, _PART)
   columns = [pl.ds(begin, part) for begin in range(0, width, part)]
   q_parts = [q_ref[t, heads, here] for here in columns]

@@ -3,7 +3,7 @@
 A backward kernel leaves one row for every (query, key) of a chunk of queries. Which rows belong to
 an entry is found once per selection, by a sort (`invert`), and shared by all layers that reuse the
 selection; window keys form a band and need no list. Both sums are bound by memory: on one H200,
-sums of 2048 x 512 rows of 1 KiB ran at 3.9 of 4.3 TB/s (kernel_backward.md section 3), faster than
+sums of 2048 x 512 rows of 1 KiB ran at 3.9 of 4.3 TB/s, faster than
 float32 atomics, and two runs agree bit for bit.
 
 Legend: S queries, K chosen entries, M entry cells, d width, C chunks of queries, L = chunk * K
@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plt
 from deepseek_jax.ops.sparse_attention.triton_call import triton_call
 
 # Rows that one program sums. An entry that every query picks would otherwise keep one program busy
-# long after the others are done (kernel_backward.md section 7.3).
+# long after the others are done.
 PIECE_ROWS = 64
 # Programs for further pieces: one wave on 132 SMs with 32 blocks each, so that a chunk without long
 # lists pays for one wave of programs that return at once.
