@@ -35,8 +35,10 @@ def attend(
   backend.require(q_BQHd, window)
   if selection_BQK is not None:
     make_plan = lambda selection: backend.plan(selection, entry_kv_BNd.shape[1], window=window)
-    plan = make_plan(selection_BQK) if plan is None else plan
-    _check_plan(plan, jax.eval_shape(make_plan, selection_BQK))
+    if plan is None:
+      plan = make_plan(selection_BQK)
+    else:
+      _check_plan(plan, jax.eval_shape(make_plan, selection_BQK))
   out_BQHd, lse_BQH = _attend(
     backend,
     window,
