@@ -5,7 +5,6 @@ plan.json: `parameters`, `activated_parameters`, `kv_bytes_per_token`, `prefill_
 """
 
 import dataclasses
-import difflib
 import importlib.metadata
 import json
 import math
@@ -75,7 +74,7 @@ def make_plan(cfg: ModelConfig) -> dict[str, Any]:
 
 def parse(argv: Sequence[str]) -> Request:
   """What the arguments mean. Raises UsageError with every problem."""
-  values, overrides, problems = _split(argv)
+  values, overrides, problems, _ = settings.split(argv, ARGUMENTS, switches=())
   paths = {name: pathlib.Path(values[name]) for name in ("--output", "--plot") if name in values}
   problems += [
     f"{name} {path}: the folder {path.parent} does not exist."
@@ -99,31 +98,6 @@ def parse(argv: Sequence[str]) -> Request:
   if problems:
     raise UsageError(problems)
   return Request(chosen, values["--config"], topology, paths.get("--output"), paths.get("--plot"))
-
-
-def _split(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
-  """Values by argument, texts by configuration key, problems; --name=value or --name value."""
-  values: dict[str, str] = {}
-  overrides: dict[str, str] = {}
-  problems: list[str] = []
-  words = list(argv)
-  while words:
-    name, equals, value = words.pop(0).partition("=")
-    if not equals and words and not words[0].startswith("--"):
-      value = words.pop(0)
-    if name not in ARGUMENTS and not name.startswith(settings.OVERRIDE):
-      near = difflib.get_close_matches(name, ARGUMENTS, n=1)
-      known = f"known are {', '.join(ARGUMENTS)}, {settings.OVERRIDE}KEY"
-      problems.append(
-        f"{name} is not an argument; {f'the nearest is {near[0]}' if near else known}."
-      )
-    elif not value:
-      problems.append(f"{name} needs a value.")
-    elif name in ARGUMENTS:
-      values[name] = value
-    else:
-      overrides[name.removeprefix(settings.OVERRIDE)] = value
-  return values, overrides, problems
 
 
 def _unsound(chosen: Settings) -> list[str]:

@@ -58,8 +58,17 @@ def parse(argv: Sequence[str], *, devices: int) -> CommandLine:
   )
 
 
-def split(argv: Sequence[str]) -> Arguments:
+def split(
+  argv: Sequence[str],
+  names: Sequence[str] = ARGUMENTS,
+  switches: Sequence[str] = (ALLOW_CHANGE,),
+) -> Arguments:
   """Sorts the arguments; both --name=value and --name value are accepted.
+
+  Args:
+    argv: without the program and the verb.
+    names: arguments with a value, beside --config.KEY=VALUE; those of a training verb.
+    switches: arguments without one.
 
   ml_collections.config_flags would do this too, but it stops at the first problem, and shows a
   traceback for an unknown key.
@@ -68,13 +77,14 @@ def split(argv: Sequence[str]) -> Arguments:
   words = list(argv)
   while words:
     name, equals, value = words.pop(0).partition("=")
-    if name == ALLOW_CHANGE and not equals:
+    if name in switches and not equals:
       arguments.flags.add(name)
       continue
     override = name.startswith(OVERRIDE)
-    if not override and name not in ARGUMENTS:
-      near = difflib.get_close_matches(name, (*ARGUMENTS, ALLOW_CHANGE), n=1)
-      hint = f"the nearest is {near[0]}" if near else "known are --config, --workdir, --config.KEY"
+    if not override and name not in names:
+      near = difflib.get_close_matches(name, (*names, *switches), n=1)
+      known = f"known are {', '.join(names)}, {OVERRIDE}KEY"
+      hint = f"the nearest is {near[0]}" if near else known
       arguments.problems.append(f"{name} is not an argument; {hint}.")
       if not equals and words and not words[0].startswith("--"):
         words.pop(0)  # its value
