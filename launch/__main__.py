@@ -1,11 +1,10 @@
 """`python -m launch <launcher>`: brings a training run to machines, and looks after it there."""
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 
-from train.errors import Exit, UsageError
+from train.errors import Exit, UsageError, hint, refuse
 from train.screen import Screen
 
 LAUNCHERS = {
@@ -24,9 +23,8 @@ def main(argv: Sequence[str]) -> int:
     return Exit.DONE if argv else Exit.USAGE
   name, *rest = argv
   if name not in LAUNCHERS:
-    near = difflib.get_close_matches(name, LAUNCHERS, n=1)
-    hint = f"the nearest is {near[0]}" if near else f"known are {', '.join(LAUNCHERS)}"
-    return _refuse([f"{name} is not a launcher; {hint}."])
+    known = hint(name, LAUNCHERS, ", ".join(LAUNCHERS))
+    return refuse([f"{name} is not a launcher; {known}."])
   module = importlib.import_module(f"launch.{name.replace('-', '_')}")
   if any(word in HELP for word in rest):
     from launch import request  # only now: it loads the libraries of a run
@@ -36,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
   try:
     return module.main(rest)
   except UsageError as error:
-    return _refuse(error.problems)
+    return refuse(error.problems)
 
 
 def overview() -> str:
@@ -47,11 +45,6 @@ def overview() -> str:
     "python -m launch LAUNCHER --config FILE.py --workdir DIR [--dry-run] [...]; --help says more"
   )
   return "\n".join([usage, "", *rows])
-
-
-def _refuse(problems: Sequence[str]) -> int:
-  print("\n".join(problems), file=sys.stderr)
-  return Exit.USAGE
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """`python -m train <verb>`: the table of programs, and how their errors reach the user."""
 
-import difflib
 import importlib
 import importlib.util
 import sys
 import traceback
 from collections.abc import Sequence
 
-from train.errors import Exit, UsageError
+from train.errors import Exit, UsageError, hint, refuse
 from train.screen import Screen
 
 VERBS = {
@@ -38,11 +37,10 @@ def main(argv: Sequence[str]) -> int:
     return Exit.DONE if argv else Exit.USAGE
   verb, *rest = argv
   if verb not in VERBS:
-    near = difflib.get_close_matches(verb, VERBS, n=1)
-    hint = f"the nearest is {near[0]}" if near else f"known are {', '.join(VERBS)}"
-    return _refuse([f"{verb} is not a verb; {hint}."])
+    known = hint(verb, VERBS, ", ".join(VERBS))
+    return refuse([f"{verb} is not a verb; {known}."])
   if importlib.util.find_spec(f"train.{verb}") is None:
-    return _refuse([f"{verb} is not there yet."])
+    return refuse([f"{verb} is not there yet."])
   if verb in TRAINING and any(word in HELP for word in rest):
     from train import settings  # only now: it loads the libraries of a run
 
@@ -51,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
   try:
     return importlib.import_module(f"train.{verb}").main(rest)
   except UsageError as error:
-    return _refuse(error.problems)
+    return refuse(error.problems)
 
 
 def overview() -> str:
@@ -63,11 +61,6 @@ def overview() -> str:
     for verb, text in VERBS.items()
   ]
   return "\n".join(["python -m train VERB [...]; VERB --help says more", "", *rows])
-
-
-def _refuse(problems: Sequence[str]) -> int:
-  print("\n".join(problems), file=sys.stderr)
-  return Exit.USAGE
 
 
 def run(argv: Sequence[str]) -> int:

@@ -1,7 +1,9 @@
-"""How a program ends: the exit codes, and the errors that carry them."""
+"""How a program ends: the exit codes, the errors that carry them, and how they reach the user."""
 
+import difflib
 import enum
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 
 
 class Exit(enum.IntEnum):
@@ -21,3 +23,15 @@ class UsageError(Exception):
   def __init__(self, problems: Sequence[str]):
     super().__init__("\n".join(problems))
     self.problems = tuple(problems)
+
+
+def hint(name: str, accepted: Iterable[str], known: str) -> str:
+  """The end of a sentence about a name that is not accepted: the nearest one, or `known`."""
+  near = difflib.get_close_matches(name, accepted, n=1)
+  return f"the nearest is {near[0]}" if near else f"known are {known}"
+
+
+def refuse(problems: Sequence[str]) -> int:
+  """Shows what is wrong, a line each. Returns the exit code of wrong usage."""
+  print("\n".join(problems), file=sys.stderr)
+  return Exit.USAGE

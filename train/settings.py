@@ -1,7 +1,6 @@
 """Command line and configuration file -> frozen Settings, with every problem named at once."""
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 from configs.base import UNITS
 from configs.schema import Settings
 from train import checks, config_file
-from train.errors import UsageError
+from train.errors import UsageError, hint
 from train.keys import KEYS, convert, flatten, from_text, nest, unknown_key
 
 OVERRIDE = "--config."
@@ -82,10 +81,8 @@ def split(
       continue
     override = name.startswith(OVERRIDE)
     if not override and name not in names:
-      near = difflib.get_close_matches(name, (*names, *switches), n=1)
-      known = f"known are {', '.join(names)}, {OVERRIDE}KEY"
-      hint = f"the nearest is {near[0]}" if near else known
-      arguments.problems.append(f"{name} is not an argument; {hint}.")
+      known = hint(name, (*names, *switches), f"{', '.join(names)}, {OVERRIDE}KEY")
+      arguments.problems.append(f"{name} is not an argument; {known}.")
       if not equals and words and not words[0].startswith("--"):
         words.pop(0)  # its value
       continue
