@@ -1,8 +1,10 @@
 """Which body of an op runs. A named one runs or raises; None takes the best one of the device."""
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Collection, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +34,23 @@ def device() -> Device:
     return Device(abstract.platform, abstract.device_kind, abstract.num_cores)
   first = jax.devices()[0]
   return Device(first.platform, first.device_kind, getattr(first, "core_count", None))
+
+
+def load(module: str) -> ModuleType:
+  """A module of kernels, imported at first use: it takes long, and reaches into parts of JAX that
+  differ between its versions.
+
+  Raises: NotImplementedError where they do not fit this one.
+  """
+  try:
+    return importlib.import_module(module)
+  except ImportError as error:
+    raise NotImplementedError(f"{module} does not fit jax {jax.__version__}: {error}") from error
+
+
+def on_demand(module: str, function: str) -> Callable:
+  """A function of a module that is loaded when it is called."""
+  return lambda *args, **kwargs: getattr(load(module), function)(*args, **kwargs)
 
 
 def _splits_programs() -> bool:

@@ -6,12 +6,12 @@ Legend: P rows, G groups, K input width, N output width.
 import jax
 
 from deepseek_jax.ops import dispatch
-from deepseek_jax.ops.grouped_matmul import pallas_gpu, ragged_dot, reference, xla
+from deepseek_jax.ops.grouped_matmul import ragged_dot, reference, xla
 
 _IMPLEMENTATIONS = {
   "reference": reference.grouped_matmul,
   "xla": xla.grouped_matmul,
-  "pallas_gpu": pallas_gpu.grouped_matmul,
+  "pallas_gpu": dispatch.on_demand(f"{__name__}.pallas_gpu", "grouped_matmul"),
   "ragged_dot": ragged_dot.grouped_matmul,
 }
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from deepseek_jax.ops import dispatch
-from deepseek_jax.ops.indexer import chosen, pallas_gpu, pallas_tpu, reference, xla
+from deepseek_jax.ops.indexer import chosen, reference, xla
 from deepseek_jax.sharding import by_rows
 
 
@@ -43,8 +43,8 @@ class Selected(NamedTuple):
 _SELECT = {
   "reference": reference.select,
   "xla": xla.select,
-  "pallas_gpu": pallas_gpu.select,
-  "pallas_tpu": pallas_tpu.select,
+  "pallas_gpu": dispatch.on_demand(f"{__name__}.pallas_gpu", "select"),
+  "pallas_tpu": dispatch.on_demand(f"{__name__}.pallas_tpu", "select"),
 }
 _DIVERGENCE = {
   "reference": reference.divergence,

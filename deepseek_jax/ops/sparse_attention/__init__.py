@@ -4,7 +4,6 @@ Legend: B rows, Q queries, H heads, d head width, N entry cells, K chosen entrie
 """
 
 import functools
-import importlib
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -28,11 +27,7 @@ _KERNELS = ("pallas_gpu", "pallas_triton", "pallas_tpu")  # modules of this pack
 
 
 def _backend(name: str) -> ModuleType:
-  """Imported at first use: kernels reach into parts of JAX that differ between its versions."""
-  try:
-    return importlib.import_module(f"{__name__}.{name}")
-  except ImportError as error:
-    raise NotImplementedError(f"{name} does not fit jax {jax.__version__}: {error}") from error
+  return dispatch.load(f"{__name__}.{name}")
 
 
 def _attend_with(name: str, *arrays, **options):
