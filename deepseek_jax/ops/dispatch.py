@@ -17,6 +17,9 @@ _PREFERENCE = {
 }
 
 
+_HOPPER = ("H100", "H200", "GH200", "H800", "H20")  # in the device's name
+
+
 class Device(NamedTuple):
   platform: str  # "cpu", "gpu" or "tpu"
   kind: str  # as JAX names it: "NVIDIA H200", "TPU v6 lite", ...
@@ -34,6 +37,13 @@ def device() -> Device:
     return Device(abstract.platform, abstract.device_kind, abstract.num_cores)
   first = jax.devices()[0]
   return Device(first.platform, first.device_kind, getattr(first, "core_count", None))
+
+
+def require_hopper() -> None:
+  """Raises NotImplementedError on accelerators but Hopper GPUs; a CPU interprets kernels."""
+  found = device()
+  if found.platform != "cpu" and not any(chip in found.kind for chip in _HOPPER):
+    raise NotImplementedError(f"the kernel is for Hopper GPUs, this is a {found.kind}")
 
 
 def load(module: str) -> ModuleType:

@@ -26,7 +26,6 @@ _DEPTH = 64  # of the contraction at a time: 128 bytes, the widest swizzle of sh
 _STAGES = 4  # blocks of operands in flight: 192 of the 227 KiB of a multiprocessor's shared memory
 _OUT = 64  # edge of the pieces in which a tile leaves, two in flight for each warpgroup
 _COPY_REGISTERS = 40  # of a thread that only issues copies; the others get the rest
-_HOPPER = ("H100", "H200", "GH200", "H800", "H20")
 _CORES = 132  # of an H200, where the device does not say
 _INTERPRETED_CORES = 2  # more than one, so that the split of the tiles is tested
 _accumulator = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
@@ -61,9 +60,7 @@ class _Tile(NamedTuple):
 
 
 def grouped_matmul(x_PK, w_GKN, group_rows_G, *, block_rows: int):
-  device = dispatch.device()
-  if device.platform != "cpu" and not any(chip in device.kind for chip in _HOPPER):
-    raise NotImplementedError(f"the kernel is for Hopper GPUs, this is a {device.kind}")
+  dispatch.require_hopper()
   if (x_PK.dtype, w_GKN.dtype) != (jnp.bfloat16, jnp.bfloat16):
     raise NotImplementedError(f"the kernel takes bfloat16, got {x_PK.dtype} and {w_GKN.dtype}")
   if block_rows % _DEPTH:  # the matrices' gradient contracts rows, a whole step at a time

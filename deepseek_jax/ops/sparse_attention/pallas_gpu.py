@@ -24,8 +24,6 @@ from deepseek_jax.ops.sparse_attention import (
 )
 from deepseek_jax.ops.sparse_attention.joined_rows import first_window_slot, join, join_selection
 
-HOPPER = ("H100", "H200", "GH200", "H800", "H20")  # in the device's name
-
 
 class Plan(NamedTuple):
   """What the kernels need of a selection; made once, used by every layer that shares it."""
@@ -36,11 +34,9 @@ class Plan(NamedTuple):
 
 def require(q_BQHd: jax.Array, window: int) -> None:
   """Raises NotImplementedError for anything but what the kernels are written for."""
-  device = dispatch.device()
-  if device.platform != "cpu":  # there it is interpreted, by any JAX
+  dispatch.require_hopper()
+  if dispatch.device().platform != "cpu":  # there they are interpreted, by any JAX
     hopper_ptx.require_supported()
-    if not any(chip in device.kind for chip in HOPPER):
-      raise NotImplementedError(f"the kernels are for Hopper GPUs, this is a {device.kind}")
   if (q_BQHd.shape[2:], q_BQHd.dtype, window) != ((64, 512), jnp.bfloat16, 128):
     raise NotImplementedError(
       "the Hopper kernels take 64 heads of 512 channels in bfloat16 and a window of 128, got "
