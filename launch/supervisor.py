@@ -14,7 +14,7 @@ from typing import Self
 
 from launch.processes import Command, Processes
 from train.errors import Exit
-from train.signals import GRACE_SECONDS, SIGNALS
+from train.signals import GRACE_SECONDS, replace_handlers, restore_handlers
 
 FINAL = (Exit.CHECK_FAILED, Exit.USAGE, Exit.STOPPED)  # starting again would not help
 ORDERLY = (Exit.DONE, Exit.PREEMPTED)
@@ -81,15 +81,11 @@ class StopRequests:
     self.received: list[int] = []
 
   def __enter__(self) -> Self:
-    # Whoever started us with a signal ignored (nohup) wants it ignored.
-    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    note = lambda number, frame: self.received.append(number)
-    self._before = {number: signal.signal(number, note) for number in heard}
+    self._before = replace_handlers(lambda number, frame: self.received.append(number))
     return self
 
   def __exit__(self, *error: object) -> None:
-    for number, handler in self._before.items():
-      signal.signal(number, handler)
+    restore_handlers(self._before)
 
   def wait(self, seconds: float) -> bool:
     """Waits, unless or until a request comes; whether one has come."""

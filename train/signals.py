@@ -49,16 +49,13 @@ class StopSignal:
     self._read, self._write = os.pipe()
     os.set_blocking(self._write, False)  # what set_wakeup_fd asks for
     self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-    # Whoever started us with a signal ignored (nohup) wants it ignored.
-    heard = [number for number in self._signals if signal.getsignal(number) != signal.SIG_IGN]
-    self._before = {number: signal.signal(number, _do_nothing) for number in heard}
+    self._before = replace_handlers(_do_nothing, self._signals)
     self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
     self._watcher.start()
     return self
 
   def __exit__(self, *error: object) -> None:
-    for number, handler in self._before.items():
-      signal.signal(number, handler)
+    restore_handlers(self._before)
     signal.set_wakeup_fd(self._wakeup_before)
     os.close(self._write)  # ends the watcher
     self._watcher.join()
@@ -89,6 +86,20 @@ class StopSignal:
       if received[0] in self._signals:
         return received[0]
     return 0
+
+
+def replace_handlers(handler: Callable, signals: tuple[signal.Signals, ...] = SIGNALS) -> dict:
+  """Sets the handler of each signal; returns those before, for `restore_handlers`.
+
+  Whoever started us with a signal ignored (nohup) wants it ignored.
+  """
+  heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+  return {number: signal.signal(number, handler) for number in heard}
+
+
+def restore_handlers(before: dict) -> None:
+  for number, handler in before.items():
+    signal.signal(number, handler)
 
 
 def _do_nothing(number: int, frame: object) -> None:

@@ -16,18 +16,25 @@ def over_queries(body: Callable, queries, chunk: int):
 
   Returns: tree of arrays [B, Q, ...]. The backward pass computes a piece again.
   """
-  rows, length = jax.tree.leaves(queries)[0].shape[:2]
+  length = jax.tree.leaves(queries)[0].shape[1]
   if length <= chunk:
     return body(0, queries)
-  count = -(-length // chunk)
-
-  def split(x):
-    x = jnp.pad(x, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(rows, count, chunk, *x.shape[2:]), 1, 0)
-
-  def join(x):
-    return jnp.moveaxis(x, 0, 1).reshape(rows, count * chunk, *x.shape[3:])[:, :length]
-
-  starts = jnp.arange(count, dtype=jnp.int32) * chunk
+  starts = jnp.arange(-(-length // chunk), dtype=jnp.int32) * chunk
   step = jax.checkpoint(lambda piece: body(*piece))
-  return jax.tree.map(join, jax.lax.map(step, (starts, jax.tree.map(split, queries))))
+  pieces = jax.tree.map(lambda x: split(x, chunk), queries)
+  return jax.tree.map(lambda x: join(x, length), jax.lax.map(step, (starts, pieces)))
+
+
+def split(x_BQ: jax.Array, chunk: int, fill: int = 0) -> jax.Array:
+  """[B, Q, ...] -> [n, B, chunk, ...]; the last piece is filled up with `fill`."""
+  rows, length = x_BQ.shape[:2]
+  count = -(-length // chunk)
+  missing = [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x_BQ.ndim - 2)
+  x_BQ = jnp.pad(x_BQ, missing, constant_values=fill)
+  return jnp.moveaxis(x_BQ.reshape(rows, count, chunk, *x_BQ.shape[2:]), 1, 0)
+
+
+def join(x_nBC: jax.Array, length: int) -> jax.Array:
+  """The inverse of `split`, for Q = length."""
+  x_BnC = jnp.moveaxis(x_nBC, 0, 1)
+  return x_BnC.reshape(x_BnC.shape[0], -1, *x_BnC.shape[3:])[:, :length]

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from deepseek_jax.ops import dispatch
+from deepseek_jax.ops.chunks import join, split
 from deepseek_jax.ops.indexer import reference, tiles
 from deepseek_jax.ops.matmul import einsum_f32
 from deepseek_jax.ops.sparse_attention import reduce_rows
@@ -51,7 +52,7 @@ def _divergence(add, q_BQIi, keys_BNi, weights_BQI, selection_BQK, teacher_BQK, 
     return reference.kl_from_scores(scores_BCK, selection_BCK, teacher_BCK)
 
   pieces = _split(q_BQIi, weights_BQI, selection_BQK, teacher_BQK)
-  per_query_BQ = _join(jax.lax.map(chunk, pieces), counts_BQ.shape[1])
+  per_query_BQ = join(jax.lax.map(chunk, pieces), counts_BQ.shape[1])
   return jnp.sum(jnp.where(counts_BQ, per_query_BQ, 0.0))
 
 
@@ -86,9 +87,9 @@ def _backward(add, arrays, d_total):
   d_keys_BNi, (d_q, d_weights) = jax.lax.scan(chunk, zeros_BNi, (pieces, plan))
   queries = counts_BQ.shape[1]
   return (
-    _join(d_q, queries),
+    join(d_q, queries),
     d_keys_BNi.astype(keys_BNi.dtype),
-    _join(d_weights, queries).astype(weights_BQI.dtype),
+    join(d_weights, queries).astype(weights_BQI.dtype),
     None,
     None,
     None,
@@ -115,20 +116,7 @@ def _split(*arrays):
   """[B, Q, ...] -> [n, B, C, ...]; the last chunk is filled up with queries that chose nothing."""
   rows, queries = arrays[0].shape[:2]
   chunk = min(queries, max(1, tiles.DIVERGENCE_QUERIES // rows))
-  count = -(-queries // chunk)
-
-  def split(x):
-    fill = [(0, 0), (0, count * chunk - queries)] + [(0, 0)] * (x.ndim - 2)
-    x = jnp.pad(x, fill, constant_values=-1 if x.dtype == jnp.int32 else 0)
-    return jnp.moveaxis(x.reshape(rows, count, chunk, *x.shape[2:]), 1, 0)
-
-  return tuple(split(x) for x in arrays)
-
-
-def _join(x, queries: int):
-  """The inverse of _split, of one array."""
-  x = jnp.moveaxis(x, 0, 1)
-  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :queries]
+  return tuple(split(x, chunk, fill=-1 if x.dtype == jnp.int32 else 0) for x in arrays)
 
 
 def _scatter(d_keys_BNi, plan, selection_BCK, d_taken_BCKi):
