@@ -20,6 +20,7 @@ from deepseek_jax.ops.chunks import join, split
 from deepseek_jax.ops.indexer import reference, tiles
 from deepseek_jax.ops.matmul import einsum_f32
 from deepseek_jax.ops.sparse_attention import reduce_rows
+from deepseek_jax.ops.table_lookup import take_own
 
 
 def by_scatter(q_BQIi, keys_BNi, head_weights_BQI, selection_BQK, teacher_BQK, counts_BQ):
@@ -47,7 +48,7 @@ def _divergence(add, q_BQIi, keys_BNi, weights_BQI, selection_BQK, teacher_BQK, 
 
   def chunk(piece):
     q_BCIi, weights_BCI, selection_BCK, teacher_BCK = piece
-    taken_BCKi = _take(keys_BNi, selection_BCK)
+    taken_BCKi = take_own(keys_BNi, selection_BCK)
     scores_BCK = _scores(_products(q_BCIi, taken_BCKi), weights_BCI)
     return reference.kl_from_scores(scores_BCK, selection_BCK, teacher_BCK)
 
@@ -68,7 +69,7 @@ def _backward(add, arrays, d_total):
 
   def chunk(d_keys_BNi, piece):
     (q_BCIi, weights_BCI, selection_BCK, teacher_BCK, d_kl_BC), plan = piece
-    taken_BCKi = _take(keys_BNi, selection_BCK)
+    taken_BCKi = take_own(keys_BNi, selection_BCK)
     products_BCIK = _products(q_BCIi, taken_BCKi)
     kl = lambda s: reference.kl_from_scores(s, selection_BCK, teacher_BCK)
     _, pull = jax.vjp(kl, _scores(products_BCIK, weights_BCI))
@@ -105,11 +106,6 @@ def _products(q_BCIi, taken_BCKi):
 
 def _scores(products_BCIK, weights_BCI):
   return jnp.sum(jax.nn.relu(products_BCIK) * weights_BCI.astype(jnp.float32)[..., None], axis=2)
-
-
-def _take(keys_BNi, selection_BCK):
-  """Keys of the chosen entries; some key where there is none."""
-  return jax.vmap(lambda keys_Ni, id_CK: keys_Ni[jnp.maximum(id_CK, 0)])(keys_BNi, selection_BCK)
 
 
 def _split(*arrays):

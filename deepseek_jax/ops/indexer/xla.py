@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from deepseek_jax.ops.chunks import over_queries
 from deepseek_jax.ops.indexer import reference, tiles
+from deepseek_jax.ops.table_lookup import take_own
 
 _NEGATIVE = -jnp.inf
 
@@ -81,10 +82,9 @@ def _choose_among_members(start, queries, *, keys_BNi, exists_BN, choice):
   del start
   q_BCIi, weights_BCI, begin_BC, end_BC, pool_BCW = queries
   id_BCV = _member_ids(pool_BCW, begin_BC, end_BC, choice.block_size)
-  take = jax.vmap(lambda x_N, id_CV: x_N[jnp.maximum(id_CV, 0)])
-  exists_BCV = take(exists_BN, id_BCV)
+  exists_BCV = take_own(exists_BN, id_BCV)
   scores_BCV = reference.scores(
-    q_BCIi, take(keys_BNi, id_BCV), weights_BCI, choice.scores_bf16, products="bcji,bcni->bcjn"
+    q_BCIi, take_own(keys_BNi, id_BCV), weights_BCI, choice.scores_bf16, products="bcji,bcni->bcjn"
   )
   scores_BCV = jnp.where(exists_BCV, scores_BCV, _NEGATIVE)
   return _top_members(scores_BCV, id_BCV, choice.top_k, keys_BNi.shape[1]), None

@@ -18,6 +18,7 @@ from deepseek_jax.ops.matmul import einsum_f32
 from deepseek_jax.ops.sparse_attention import tpu_backward, tpu_forward, tpu_plan, tpu_rows
 from deepseek_jax.ops.sparse_attention.tpu_plan import Chip, Plan
 from deepseek_jax.ops.sparse_attention.tpu_tiles import Chunk, Sizes
+from deepseek_jax.ops.table_lookup import take_own
 
 _WINDOW = 128  # slots: a block of them is what a tile of the matrix unit holds
 # Windows that a block of a list is as long as. With 128 and with 512 places the compiler's schedule
@@ -152,9 +153,7 @@ def teacher(q_BQHd, entry_kv_BNd, selection_BQK, lse_BQH) -> jax.Array:
 
   def chunk(_, pieces):
     q_BCHd, selection_BCK, lse_BCH = pieces
-    taken_BCKd = jax.vmap(lambda kv_Nd, ids_CK: kv_Nd[ids_CK])(
-      entry_kv_BNd, jnp.maximum(selection_BCK, 0)
-    )
+    taken_BCKd = take_own(entry_kv_BNd, selection_BCK)
     scores_BCHK = einsum_f32("bchd,bckd->bchk", q_BCHd, taken_BCKd) * q_BCHd.shape[-1] ** -0.5
     summed_BCK = jnp.sum(jnp.exp(scores_BCHK - lse_BCH[..., None]), axis=2)
     return jnp.where(selection_BCK >= 0, summed_BCK, 0)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from deepseek_jax.ops.chunks import over_queries
 from deepseek_jax.ops.matmul import einsum_f32
+from deepseek_jax.ops.table_lookup import take_own
 
 QUERY_CHUNK = 512  # about; bounds the gathered entries to [B, 512, K, d]
 _LOWEST = -1e30  # stands in for minus infinity, so that no difference of infinities can arise
@@ -57,9 +58,7 @@ def _chunk(start, queries, *, keys_BSd, entry_kv_BNd, sink_H, window, with_teach
   if entry_kv_BNd is None:
     entry_BCHK = window_BCHP[..., :0]
   else:
-    taken_BCKd = jax.vmap(lambda kv_Nd, ids_CK: kv_Nd[ids_CK])(
-      entry_kv_BNd, jnp.maximum(selection_BCK, 0)
-    )
+    taken_BCKd = take_own(entry_kv_BNd, selection_BCK)
     scores_BCHK = einsum_f32("bchd,bckd->bchk", q_BCHd, taken_BCKd) * scale
     entry_BCHK = _masked(scores_BCHK, selection_BCK >= 0)
 
