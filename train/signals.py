@@ -91,9 +91,11 @@ class StopSignal:
 def replace_handlers(handler: Callable, signals: tuple[signal.Signals, ...] = SIGNALS) -> dict:
   """Sets the handler of each signal; returns those before, for `restore_handlers`.
 
-  Whoever started us with a signal ignored (nohup) wants it ignored.
+  A SIGHUP that is ignored stays so: that is what nohup is for. The others are heard in any case; a
+  shell starts background programs with SIGINT ignored, and yet `kill -INT` must reach them.
   """
-  heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+  ignored = lambda number: signal.getsignal(number) == signal.SIG_IGN
+  heard = [number for number in signals if number != signal.SIGHUP or not ignored(number)]
   return {number: signal.signal(number, handler) for number in heard}
 
 

@@ -53,6 +53,18 @@ def test_the_first_signal_is_a_request(tmp_path, number):
   assert (tmp_path / "output").read_text().startswith(f"{number.name}: saving after this step")
 
 
+@pytest.mark.parametrize(("number", "heard"), [(signal.SIGINT, True), (signal.SIGHUP, False)])
+def test_of_signals_that_were_ignored_before_only_the_hang_up_stays_so(number, heard):
+  before = signal.signal(number, signal.SIG_IGN)
+  try:
+    with StopSignal(lambda sentence: None) as stop:
+      os.kill(os.getpid(), number)
+      time.sleep(0.3)
+      assert stop.requested == heard
+  finally:
+    signal.signal(number, before)
+
+
 def test_the_second_signal_ends_a_process_that_cannot_listen(tmp_path):
   process = start(tmp_path, "deaf")
   process.send_signal(signal.SIGTERM)
