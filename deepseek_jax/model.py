@@ -41,7 +41,7 @@ class Model(nn.Module):
 
     around = surroundings(layout)
     h_BSD = embed_VD[layout.tokens].astype(cfg.numerics.compute_dtype)
-    h_BSD = constrain(tap("embed_out", h_BSD), "batch", "seq", None)
+    h_BSD = constrain(tap("embed_out", h_BSD), "batch", "slots", None)
     carry = LayerCarry(
       streams_BQcD=jnp.repeat(h_BSD[:, :, None], cfg.streams, axis=2),
       pre_mix_BQc=jnp.broadcast_to(

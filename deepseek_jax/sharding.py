@@ -17,13 +17,14 @@ from deepseek_jax.training_config import MeshConfig
 MESH_AXES = ("replica", "fsdp", "expert", "context", "tensor")
 
 # Logical axis -> mesh axes, major to minor; () is replicated. Along an array, left to right, a mesh
-# axis is used once, and only where the dimension divides by it.
+# axis is used once, and only where the dimension divides by it. Every device works on tokens of its
+# own, also along `expert`; along `replica` weights are whole copies.
 RULES: dict[str, tuple[str, ...]] = {
-  "batch": ("replica", "fsdp"),
-  "seq": ("context",),
-  "embed": ("fsdp",),
+  "batch": ("replica", "fsdp", "expert"),
+  "slots": ("context",),
+  "embed": ("fsdp", "expert", "context"),
   "experts": ("expert",),
-  "table_rows": ("fsdp",),
+  "table_rows": ("fsdp", "expert", "context"),
   "vocab": ("tensor",),
   "heads": ("tensor",),
   "mlp": ("tensor",),

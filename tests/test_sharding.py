@@ -41,7 +41,7 @@ def test_mesh_that_does_not_fit_names_both_numbers():
   [
     (("embed", "mlp"), (4, 6), PartitionSpec("fsdp", None)),
     (("experts", "embed", "mlp"), (4, 4, 4), PartitionSpec("expert", "fsdp", None)),
-    (("batch", "seq", "embed"), (4, 8, 4), PartitionSpec(("replica", "fsdp"), None, None)),
+    (("batch", "slots", "embed"), (4, 8, 4), PartitionSpec(("replica", "fsdp"), None, None)),
     (("batch", None), (2, 8), PartitionSpec("replica", None)),  # 2 rows: fsdp no longer divides
     (("embed",), (5,), PartitionSpec(None)),
     (("experts", "experts"), (4, 4), PartitionSpec("expert", None)),
