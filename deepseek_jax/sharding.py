@@ -5,11 +5,12 @@ Parameters name their axes where they are declared (`nn.with_logical_partitionin
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from flax import linen as nn
+from jax.experimental.mesh_utils import create_device_mesh, create_hybrid_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from deepseek_jax.training_config import MeshConfig
@@ -31,30 +32,57 @@ RULES: dict[str, tuple[str, ...]] = {
   "layers": (),  # the axis that a scan over equal groups adds
 }
 
-KEPT = "kernel result"  # checkpoint_name of what a backward pass should not compute again
+(SLOT_AXIS,) = RULES["slots"]  # one axis: windows reach over its borders to one neighbour
 
 Names = Sequence[str | None]
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence | None = None) -> Mesh:
-  """The device mesh, every axis of type Auto.
+  """The device mesh, every axis of type Auto, laid on the links of the machine.
+
+  An axis takes whole sides of a TPU's torus where it can and parts of them where it cannot; the
+  last axes, whose traffic is densest, choose first. Of several slices each holds whole replicas.
 
   Args:
     cfg: devices along each axis.
     devices: which ones; None takes all of them.
 
-  Raises: ValueError if the product of the axes is not the number of devices.
+  Raises: ValueError with the sentence of `mesh_problem`.
   """
   devices = jax.devices() if devices is None else devices
-  shape = tuple(getattr(cfg, axis) for axis in MESH_AXES)
-  if math.prod(shape) != len(devices):
-    axes = " * ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape, strict=True))
-    raise ValueError(
-      f"The axes of mesh ({axes}) multiply to {math.prod(shape)}, but the number of devices is "
-      f"{len(devices)}."
+  slices = slice_count(devices)
+  if problem := mesh_problem(cfg, devices=len(devices), slices=slices):
+    raise ValueError(problem)
+  replica, *rest = (getattr(cfg, axis) for axis in MESH_AXES)
+  inside, across = (replica // slices, *rest), (slices, *(1 for _ in rest))
+  if slices > 1:
+    laid = create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)
+  else:
+    laid = create_device_mesh(inside, devices, allow_split_physical_axes=True)
+  types = (AxisType.Auto,) * len(inside)  # Linen's boxed initialization fails under Explicit axes
+  return Mesh(laid, MESH_AXES, axis_types=types)
+
+
+def mesh_problem(cfg: MeshConfig, *, devices: int, slices: int) -> str | None:
+  """Why a mesh cannot be laid on so many devices, in a sentence; None if it can."""
+  sizes = {axis: getattr(cfg, axis) for axis in MESH_AXES}
+  if math.prod(sizes.values()) != devices:
+    axes = " * ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return (
+      f"The axes of mesh ({axes}) multiply to {math.prod(sizes.values())}, but the number of "
+      f"devices is {devices}."
     )
-  types = (AxisType.Auto,) * len(shape)  # Linen's boxed initialization fails under Explicit axes
-  return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices)
+  if cfg.replica % slices:
+    return (
+      f"mesh.replica is {cfg.replica}, which {slices} slices do not divide; only replicas may lie "
+      "in several slices."
+    )
+  return None
+
+
+def slice_count(devices: Sequence) -> int:
+  """How many TPU slices there are; hosts of other devices count as one, whatever joins them."""
+  return len({getattr(d, "slice_index", 0) for d in devices if d.platform == "tpu"}) or 1
 
 
 def partition_spec(names: Names, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -79,37 +107,19 @@ def partition_spec(names: Names, shape: Sequence[int], mesh: Mesh | AbstractMesh
   return PartitionSpec(*spec)
 
 
+def mesh_axes(entry: Any) -> tuple[str, ...]:
+  """One place of a PartitionSpec as a tuple."""
+  if entry is None:
+    return ()
+  return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
   """Pins x to the mesh of `jax.set_mesh` by logical axis names; the identity without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return x
   return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, mesh))
-
-
-def by_rows(fn: Callable, count: int, rows: Any, shared: Any = ()) -> Any:
-  """fn(rows, shared) where every device works on the rows of the batch that it holds.
-
-  The compiler cannot split a kernel over devices; here each calls it on its own rows, and nothing
-  travels but the gradients of what is shared. A device along another axis repeats the work of its
-  neighbour. Without a mesh, with one device, and inside shard_map it is fn itself.
-
-  Args:
-    fn: of the two trees; the leading axis of every array it returns grows with the rows.
-    count: rows of the batch.
-    rows: tree of arrays whose leading axis is the rows, or grows with them.
-    shared: tree of arrays that all devices see whole.
-  """
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
-    return fn(rows, shared)
-  spec = PartitionSpec(*partition_spec(("batch",), (count,), mesh))
-  # XLA's GPU compiler (jax 0.11.2) crashes on the backward pass of a shard_map that has an operand
-  # it does not use. What checkpoint saves is used: inputs, and what a kernel names KEPT.
-  fn = jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
-  # Kernels do not say along which axes their results vary.
-  split = jax.shard_map(fn, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False)
-  return split(rows, shared)
 
 
 def state_shardings(abstract_state: Any, mesh: Mesh) -> Any:

@@ -16,6 +16,7 @@ LIBRARY = "deepseek_jax"
 LAYERS = (
   {"config", "training_config", "ngram", "layout", "types", "flops"},
   {"sharding", "precision"},
+  {"by_slots"},
   {"ops"},
   {"nn"},
   {"model", "drafter"},

@@ -1,4 +1,4 @@
-"""What a run compiles, described by shapes before any array exists. Legend: X tokens."""
+"""What a run compiles, described by shapes before any array exists. Legend: B rows, T decoder slots."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -71,14 +71,14 @@ def loss_sums(settings: Settings) -> Callable:
 
   def evaluate(params: Any, balance: Any, layout: Layout) -> tuple[jax.Array, jax.Array]:
     output = apply({"params": params, "balance": balance}, layout)
-    nll_X = linear_token_nll(
-      output.hidden_BTD.reshape(-1, settings.model.dim),
+    nll_BT = linear_token_nll(
+      output.hidden_BTD,
       output.head_VD,
-      layout.targets.reshape(-1),
+      layout.targets,
       chunk_tokens=settings.objective.vocab_chunk_tokens,
       compute_dtype=settings.model.numerics.compute_dtype,
     )
-    return jnp.sum(layout.weights.reshape(-1) * nll_X), jnp.sum(layout.weights)
+    return jnp.sum(layout.weights * nll_BT), jnp.sum(layout.weights)
 
   return evaluate
 

@@ -18,6 +18,7 @@ from deepseek_jax.ops.quantize import fake_fp8, fake_main
 from deepseek_jax.ops.rms_norm import rms_norm
 from deepseek_jax.ops.rope import frequencies, rotate
 from deepseek_jax.ops.sparse_attention import plan_selection, sparse_attention
+from deepseek_jax.sharding import constrain
 from deepseek_jax.types import Entries, LayerCarry, Slots, Tap, no_tap
 
 # Choosing again in the backward pass would cost as much as the attention itself, and the layers
@@ -59,9 +60,10 @@ class Attention(nn.Module):
     kv_BNd = rotate(latent_BNd, entries.positions_BN, self.frequency)
     kv_BNd = fake_main(kv_BNd) if self.cfg.numerics.main_fp4 else kv_BNd
     kv_BNd = self.tap("attn.compressed_kv", kv_BNd)
-    return carry._replace(
-      shared_kv_BNd=kv_BNd, index_keys_BNi=self.indexer.keys(latent_BNd, entries)
-    )
+    keys_BNi = self.indexer.keys(latent_BNd, entries)
+    # Whole on every device of a context group: they are small, and any query may choose any.
+    whole = lambda x_BN: constrain(x_BN, "batch", None, None)
+    return carry._replace(shared_kv_BNd=whole(kv_BNd), index_keys_BNi=whole(keys_BNi))
 
   def __call__(
     self, x_BQD: jax.Array, slots: Slots, entries: dict[int, Entries], carry: LayerCarry

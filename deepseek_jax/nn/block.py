@@ -3,12 +3,12 @@
 Legend: B rows, S encoder slots, T decoder slots, Q either, c streams, D width.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 from flax import linen as nn
 
+from deepseek_jax.by_slots import KEPT
 from deepseek_jax.config import LayerSpec, ModelConfig
 from deepseek_jax.nn import parameters
 from deepseek_jax.nn.attention import SELECTION, Attention
@@ -17,6 +17,7 @@ from deepseek_jax.nn.hyper_connection import HyperConnection
 from deepseek_jax.nn.moe import Moe
 from deepseek_jax.ops.hyper_connection import collapse, expand
 from deepseek_jax.ops.rms_norm import rms_norm
+from deepseek_jax.sharding import constrain
 from deepseek_jax.types import Entries, LayerAux, LayerCarry, Slots, Tap, no_tap
 
 
@@ -69,6 +70,7 @@ class Block(nn.Module):
     x_BQD = tap("ffn_in", norm(collapse(streams, at_attention.pre_Xc), gain("ffn_norm")))
     z_BQD, load_text, load_vision, balance = Moe(cfg, tap, name="moe")(x_BQD, slots)
     streams = tap("streams", expand(z_BQD, streams, at_ffn.post_Xc, at_ffn.comb_Xcc))
+    streams = constrain(streams, "batch", "slots", None, None)
     carry = carry._replace(streams_BQcD=streams, pre_mix_BQc=at_ffn.pre_Xc)
     return carry, LayerAux(load_text, load_vision, balance, kl)
 
@@ -81,11 +83,21 @@ def _observed(tap: Tap, name: str, site):
   )
 
 
+# cfg.remat -> names of what a block's backward pass finds; it computes everything else again, from
+# the block's input. None: all is kept.
+REMAT = {
+  "none": None,
+  "block": (SELECTION,),
+  "block_keep_attention": (SELECTION, KEPT),  # 2 H d + 4 H bytes a token and layer in bfloat16
+}
+
+
 def make_block(cfg: ModelConfig, spec: LayerSpec, name: str, train_indexer: bool, tap: Tap):
-  """A Block whose backward pass computes again what cfg.remat says, except its selection."""
-  keep = jax.checkpoint_policies.save_only_these_names(SELECTION)
-  remat = functools.partial(nn.remat, prevent_cse=not cfg.scan_layers, policy=keep)
-  kind = remat(Block) if cfg.remat == "block" else Block
+  """A Block whose backward pass computes again what cfg.remat says."""
+  names, kind = REMAT[cfg.remat], Block
+  if names is not None:
+    keep = jax.checkpoint_policies.save_only_these_names(*names)
+    kind = nn.remat(Block, prevent_cse=not cfg.scan_layers, policy=keep)
   return kind(cfg, spec, train_indexer, tap, name=name)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from deepseek_jax.by_slots import Place, by_slots
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import parameters
 from deepseek_jax.nn.linear import dot, exact_dot
@@ -35,9 +36,23 @@ class Compressor(nn.Module):
       latent_BNd = dot("bsd,de->bse", x_BSD, wkv_Dd)
     else:
       wgate_Dd = parameters.declare(self, "wgate", matrix, (cfg.dim, d), ("embed", None))
-      slots_BNm = jnp.maximum(entries.slots_BNm, 0)
-      of_entry = jax.vmap(lambda x_Sd, slots_Nm: x_Sd[slots_Nm])
-      a_BNmd = of_entry(exact_dot("bsd,de->bse", x_BSD, wkv_Dd), slots_BNm)
-      z_BNmd = of_entry(exact_dot("bsd,de->bse", x_BSD, wgate_Dd), slots_BNm)
-      latent_BNd = jnp.sum(jax.nn.softmax(z_BNmd, axis=2) * a_BNmd, axis=2).astype(x_BSD.dtype)
+      a_BSd = exact_dot("bsd,de->bse", x_BSD, wkv_Dd)
+      z_BSd = exact_dot("bsd,de->bse", x_BSD, wgate_Dd)
+      latent_BNd = by_slots(_weighted_sums, (a_BSd, z_BSd, entries.slots_BNm)).astype(x_BSD.dtype)
     return rms_norm(latent_BNd, gain_d, eps=cfg.norm_eps)
+
+
+def _weighted_sums(place: Place, slots, rows, pieces, weights) -> jax.Array:
+  """sum_i softmax_i(z)_i a_i over the slots i of each entry: float32 [B, N, d].
+
+  The slots of an entry follow one another, and the last of them lies where the entry does.
+  """
+  del rows, pieces, weights
+  a_BSd, z_BSd, slots_BNm = slots
+  before = slots_BNm.shape[-1] - 1
+  first = place.begin(a_BSd.shape[1]) - place.halo(before)
+  place_BNm = jnp.maximum(slots_BNm - first, 0)
+  of_entry = jax.vmap(lambda x_Sd, place_Nm: x_Sd[place_Nm])
+  a_BNmd = of_entry(place.with_halo(a_BSd, before), place_BNm)
+  z_BNmd = of_entry(place.with_halo(z_BSd, before), place_BNm)
+  return jnp.sum(jax.nn.softmax(z_BNmd, axis=2) * a_BNmd, axis=2)

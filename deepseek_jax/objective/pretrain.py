@@ -1,4 +1,4 @@
-"""The objective of pretraining. Legend: B rows, T decoder slots, X = B T, D width, V vocabulary."""
+"""The objective of pretraining. Legend: B rows, T decoder slots, D width, V vocabulary."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,12 +42,11 @@ def loss(
     metrics: float32 scalars, each the piece's share of the batch's value: "nll" [nats/token],
       "balance" (a perfectly balanced layer adds 1), "indexer_kl" and "indexer_kl_layer_N" [nats].
   """
-  hidden_XD = output.hidden_BTD.reshape(-1, output.hidden_BTD.shape[-1])
   nll = linear_cross_entropy(
-    hidden_XD,
+    output.hidden_BTD,
     output.head_VD,
-    layout.targets.reshape(-1),
-    layout.weights.reshape(-1),
+    layout.targets,
+    layout.weights,
     chunk_tokens=cfg.vocab_chunk_tokens,
     compute_dtype=compute_dtype,
   )

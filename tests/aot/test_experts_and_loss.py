@@ -73,26 +73,26 @@ def test_the_plain_path_holds_few_matrices(chip):
   assert temporary_bytes(compiled) < rows_bytes + 16 * MODEL_WIDTH * EXPERT_WIDTH * 4
 
 
-def loss_and_gradients(implementation, hidden_XD, head_VD, targets_X):
-  nll = lambda hidden_XD, head_VD: linear_token_nll(
-    hidden_XD,
+def loss_and_gradients(implementation, hidden_BTD, head_VD, targets_BT):
+  nll = lambda hidden_BTD, head_VD: linear_token_nll(
+    hidden_BTD,
     head_VD,
-    targets_X,
+    targets_BT,
     chunk_tokens=2048,
     compute_dtype=jnp.bfloat16,
     implementation=implementation,
   )
-  nll_X, gradients = jax.vjp(nll, hidden_XD, head_VD)
-  return nll_X, *gradients(jnp.ones_like(nll_X))
+  nll_BT, gradients = jax.vjp(nll, hidden_BTD, head_VD)
+  return nll_BT, *gradients(jnp.ones_like(nll_BT))
 
 
 def compiled_loss(target, implementation):
   return targets.compile_for(
     target,
     functools.partial(loss_and_gradients, implementation),
-    struct(TOKENS, MODEL_WIDTH),
+    struct(1, TOKENS, MODEL_WIDTH),
     struct(VOCABULARY, MODEL_WIDTH),
-    struct(TOKENS, dtype=jnp.int32),
+    struct(1, TOKENS, dtype=jnp.int32),
   )
 
 
@@ -115,9 +115,9 @@ def test_the_tokamax_loss_interpreted_is_the_reference():
   tokamax = pytest.importorskip("tokamax")
   tokens, vocabulary, width = 1024, 256, 128
   keys = jax.random.split(jax.random.key(0), 3)
-  hidden_XD = jax.random.normal(keys[0], (tokens, width))
+  hidden_BTD = jax.random.normal(keys[0], (1, tokens, width))
   head_VD = jax.random.normal(keys[1], (vocabulary, width))
-  targets_X = jax.random.randint(keys[2], (tokens,), 0, vocabulary)
+  targets_BT = jax.random.randint(keys[2], (1, tokens), 0, vocabulary)
   nll = lambda implementation: jax.jit(
     functools.partial(
       linear_token_nll,
@@ -125,12 +125,12 @@ def test_the_tokamax_loss_interpreted_is_the_reference():
       compute_dtype=jnp.float32,
       implementation=implementation,
     )
-  )(hidden_XD, head_VD, targets_X)
-  want_X = nll("reference")
+  )(hidden_BTD, head_VD, targets_BT)
+  want_BT = nll("reference")
   with (
     targets.tracing_for(targets.tpu("v6e")),
     tokamax.config.cross_compile(True),
     pltpu.force_tpu_interpret_mode(),
   ):
-    got_X = nll("tokamax")
-  np.testing.assert_allclose(got_X, want_X, rtol=1e-4, atol=1e-4)
+    got_BT = nll("tokamax")
+  np.testing.assert_allclose(got_BT, want_BT, rtol=1e-4, atol=1e-4)

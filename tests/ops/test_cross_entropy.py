@@ -1,4 +1,7 @@
-"""Chunked cross-entropy is the plain one, in value and gradient, without holding all logits."""
+"""Chunked cross-entropy is the plain one, in value and gradient, without holding all logits.
+
+Legend: B rows, T slots, D width, V vocabulary.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +13,22 @@ from deepseek_jax.ops.cross_entropy import linear_cross_entropy, linear_token_nl
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
 
 
-def inputs(tokens=50, vocab=37, dim=16, dtype="float32"):
+def inputs(rows=2, slots=25, vocab=37, dim=16, dtype="float32"):
   keys = jax.random.split(jax.random.key(0), 4)
-  hidden_XD = jax.random.normal(keys[0], (tokens, dim), dtype)
+  hidden_BTD = jax.random.normal(keys[0], (rows, slots, dim), dtype)
   head_VD = jax.random.normal(keys[1], (vocab, dim), dtype)
-  targets_X = jax.random.randint(keys[2], (tokens,), 0, vocab)
-  weights_X = jax.random.uniform(keys[3], (tokens,)).at[:5].set(0.0)
-  return hidden_XD, head_VD, targets_X, weights_X
+  targets_BT = jax.random.randint(keys[2], (rows, slots), 0, vocab)
+  weights_BT = jax.random.uniform(keys[3], (rows, slots)).at[0, :5].set(0.0)
+  return hidden_BTD, head_VD, targets_BT, weights_BT
 
 
 def value_and_grads(implementation, chunk_tokens, compute_dtype, arrays):
-  def loss(hidden_XD, head_VD, targets_X, weights_X):
+  def loss(hidden_BTD, head_VD, targets_BT, weights_BT):
     return linear_cross_entropy(
-      hidden_XD,
+      hidden_BTD,
       head_VD,
-      targets_X,
-      weights_X,
+      targets_BT,
+      weights_BT,
       chunk_tokens=chunk_tokens,
       compute_dtype=compute_dtype,
       implementation=implementation,
@@ -58,19 +61,19 @@ def test_gradients_come_in_the_dtypes_of_the_inputs():
 def test_head_gradient_adds_up_in_float32_over_bfloat16_chunks():
   """One large and 1023 small contributions to one number: bfloat16 would lose the small ones."""
   tokens = 1024
-  hidden_XD = jnp.full((tokens, 1), 1.0)
-  weights_X = jnp.full((tokens,), 1 / 1024).at[0].set(1.0)
-  arrays = (hidden_XD, jnp.zeros((2, 1)), jnp.zeros(tokens, jnp.int32), weights_X)
+  hidden_BTD = jnp.full((1, tokens, 1), 1.0)
+  weights_BT = jnp.full((1, tokens), 1 / 1024).at[0, 0].set(1.0)
+  arrays = (hidden_BTD, jnp.zeros((2, 1)), jnp.zeros((1, tokens), jnp.int32), weights_BT)
   _, _, d_head, _ = value_and_grads("xla", 1, "bfloat16", arrays)
   np.testing.assert_allclose(d_head[:, 0], [-0.5 * (1 + 1023 / 1024), 0.5 * (1 + 1023 / 1024)])
 
 
 def test_nll_per_token_keeps_the_order_of_the_tokens():
-  hidden_XD, head_VD, targets_X, _ = inputs()
+  hidden_BTD, head_VD, targets_BT, _ = inputs()
   nll = lambda implementation: linear_token_nll(
-    hidden_XD,
+    hidden_BTD,
     head_VD,
-    targets_X,
+    targets_BT,
     chunk_tokens=16,
     compute_dtype="float32",
     implementation=implementation,
@@ -79,26 +82,28 @@ def test_nll_per_token_keeps_the_order_of_the_tokens():
 
 
 def test_huge_logits_give_finite_values_and_gradients():
-  hidden_XD, head_VD, targets_X, weights_X = inputs()
-  for x in value_and_grads("xla", 16, "float32", (hidden_XD * 1e4, head_VD, targets_X, weights_X)):
+  hidden_BTD, head_VD, targets_BT, weights_BT = inputs()
+  for x in value_and_grads(
+    "xla", 16, "float32", (hidden_BTD * 1e4, head_VD, targets_BT, weights_BT)
+  ):
     assert np.isfinite(x).all()
 
 
 def test_memory_of_value_and_gradient_is_a_fraction_of_the_logits():
   tokens, vocab, dim = 4096, 8192, 64
   shapes = (
-    jax.ShapeDtypeStruct((tokens, dim), jnp.float32),
+    jax.ShapeDtypeStruct((1, tokens, dim), jnp.float32),
     jax.ShapeDtypeStruct((vocab, dim), jnp.float32),
-    jax.ShapeDtypeStruct((tokens,), jnp.int32),
+    jax.ShapeDtypeStruct((1, tokens), jnp.int32),
   )
 
   def temporary_bytes(implementation):
-    def loss(hidden_XD, head_VD, targets_X):
+    def loss(hidden_BTD, head_VD, targets_BT):
       return linear_cross_entropy(
-        hidden_XD,
+        hidden_BTD,
         head_VD,
-        targets_X,
-        jnp.ones(tokens),
+        targets_BT,
+        jnp.ones((1, tokens)),
         chunk_tokens=256,
         compute_dtype="float32",
         implementation=implementation,

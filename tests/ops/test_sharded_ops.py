@@ -1,4 +1,4 @@
-"""Ops with kernels on a mesh: every device works on its rows, and nothing changes.
+"""Ops with kernels on a mesh: every device works on its rows and slots, and nothing changes.
 
 Legend: B rows, Q queries, H heads, d head width, N entry cells, K chosen entries.
 """
@@ -15,9 +15,14 @@ from deepseek_jax.ops.sparse_attention import plan_selection, sparse_attention
 from deepseek_jax.sharding import batch_sharding, make_mesh
 from deepseek_jax.training_config import MeshConfig
 
-B, Q, H, D, N, K, WINDOW = 4, 13, 3, 16, 9, 4, 4
+B, Q, H, D, N, K, WINDOW = 4, 16, 3, 16, 8, 4, 4
 INDEXER_HEADS, INDEXER_WIDTH = 2, 16
-MESH = MeshConfig(replica=2, fsdp=2, expert=2)
+MESHES = {
+  "rows": (MeshConfig(replica=2, fsdp=2, tensor=2), 4),
+  "rows that do not divide": (MeshConfig(replica=2, fsdp=2, expert=2), 3),
+  "slots": (MeshConfig(context=4, tensor=2), 3),
+  "rows and slots": (MeshConfig(fsdp=2, context=4), 4),
+}
 
 
 def normal(seed, *shape):
@@ -32,7 +37,7 @@ def visible():
 def layer(implementation, rows, sink_H):
   """Choice, plan, attention with the teacher, and the indexer's loss."""
   q, window_kv, entry_kv, index_q, keys, weights = rows
-  seen, start = visible(), jnp.zeros(q.shape[:2], jnp.int32)
+  seen, start = visible(), jnp.broadcast_to(jnp.arange(Q, dtype=jnp.int32) // 7 * 7, q.shape[:2])
   chosen = indexer.select(
     index_q, keys, weights, seen, indexer.Choice(K), implementation=implementation
   ).selection_BQK
@@ -53,8 +58,11 @@ def layer(implementation, rows, sink_H):
 @pytest.mark.parametrize(
   "implementation", ["reference", pytest.param("pallas_gpu", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("rows", [4, 3], ids=["rows divide", "rows do not divide"])
-def test_values_choices_and_gradients_are_those_of_one_device(implementation, rows, monkeypatch):
+@pytest.mark.parametrize("mesh_name", MESHES)
+def test_values_choices_and_gradients_are_those_of_one_device(
+  implementation, mesh_name, monkeypatch
+):
+  cfg, rows = MESHES[mesh_name]
   monkeypatch.setattr(f"{__name__}.B", rows)
   arrays = (
     normal(0, rows, Q, H, D), normal(1, rows, Q, D), normal(2, rows, N, D),
@@ -64,10 +72,7 @@ def test_values_choices_and_gradients_are_those_of_one_device(implementation, ro
   sink_H = normal(6, H)
   run = jax.value_and_grad(functools.partial(layer, implementation), (0, 1), has_aux=True)
   want = jax.jit(run)(arrays, sink_H)
-  mesh = make_mesh(MESH)
-  if rows == 4:
-    arrays = jax.device_put(arrays, batch_sharding(mesh))
-  with jax.set_mesh(mesh):
+  with jax.set_mesh(make_mesh(cfg)):
     got = jax.jit(run)(arrays, sink_H)
   (value, chosen), gradients = got
   np.testing.assert_array_equal(chosen, want[0][1])
@@ -80,7 +85,7 @@ def test_nothing_but_the_gradient_of_what_is_shared_travels():
   arrays = (normal(0, B, Q, H, D), normal(1, B, Q, D), normal(2, B, N, D))
   selection_BQK = jnp.zeros((B, Q, K), jnp.int32).at[..., 1:].set(-1)
   start_BQ = jnp.zeros((B, Q), jnp.int32)
-  mesh = make_mesh(MeshConfig(fsdp=4, expert=2))
+  mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
 
   def total(arrays, sink_H):
     return jnp.sum(sparse_attention(*arrays, selection_BQK, start_BQ, sink_H, window=4).out_BQHd)

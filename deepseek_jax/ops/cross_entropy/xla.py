@@ -78,25 +78,22 @@ def _is_target(targets_C: jax.Array, logits_CV: jax.Array) -> jax.Array:
 
 
 def _split(arrays, chunk_tokens: int):
-  """[X, ...] -> [n, C, ...]. Chunk i holds the tokens i, i + n, i + 2n, ...
-
-  Tokens that lie on one device are neighbours; with strides every device works on every chunk.
-  Tokens that fill up the last places are zeros: their results are cut off and their d_nll is 0.
+  """[X, ...] -> [n, C, ...]. Tokens that fill up the last chunk are zeros: their results are cut
+  off and their d_nll is 0.
   """
 
   def split(x):
     count = -(-len(x) // chunk_tokens)
     size = -(-len(x) // count)
     x = jnp.pad(x, [(0, count * size - len(x))] + [(0, 0)] * (x.ndim - 1))
-    return jnp.moveaxis(x.reshape(size, count, *x.shape[1:]), 1, 0)
+    return x.reshape(count, size, *x.shape[1:])
 
   return jax.tree.map(split, arrays)
 
 
 def _join(arrays, tokens: int):
   """The inverse of _split."""
-  join = lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])[:tokens]
-  return jax.tree.map(join, arrays)
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], arrays)
 
 
 def _over_chunks(body, carry, pieces):

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from deepseek_jax.by_slots import by_slots
 from deepseek_jax.ops import dispatch
 from deepseek_jax.ops.indexer import chosen, reference, xla
-from deepseek_jax.sharding import by_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +86,17 @@ def select(
   run = functools.partial(
     dispatch.call, _SELECT, implementation, choice=choice, with_scores=with_scores
   )
-  arrays = jax.lax.stop_gradient((q_BQIi, keys_BNi, head_weights_BQI))
-  own = lambda rows, _: run(*rows[0], rows[1], pool_BQW=rows[2])
-  return Selected(*by_rows(own, len(q_BQIi), (arrays, visible, pool_BQW)))
+  q_BQIi, keys_BNi, head_weights_BQI = jax.lax.stop_gradient((q_BQIi, keys_BNi, head_weights_BQI))
+
+  def own(place, slots, rows, pieces, weights):
+    del place, pieces, weights
+    q_BQIi, head_weights_BQI, begin_BQ, end_BQ, pool_BQW = slots
+    keys_BNi, exists_BN = rows
+    visible = Visible(exists_BN, begin_BQ, end_BQ)
+    return run(q_BQIi, keys_BNi, head_weights_BQI, visible, pool_BQW=pool_BQW)
+
+  slots = q_BQIi, head_weights_BQI, visible.begin_BQ, visible.end_BQ, pool_BQW
+  return Selected(*by_slots(own, slots, rows=(keys_BNi, visible.exists_BN)))
 
 
 def divergence(
@@ -112,5 +120,11 @@ def divergence(
     return jnp.zeros((), jnp.float32)
   run = functools.partial(dispatch.call, _DIVERGENCE, implementation)
   teacher_BQK = jax.lax.stop_gradient(teacher_BQK)
-  arrays = q_BQIi, keys_BNi, head_weights_BQI, selection_BQK, teacher_BQK, counts_BQ
-  return jnp.sum(by_rows(lambda rows, _: run(*rows)[None], len(q_BQIi), arrays))
+
+  def own(place, slots, rows, pieces, weights):
+    del place, pieces, weights
+    q_BQIi, *others = slots
+    return run(q_BQIi, rows, *others)[None]
+
+  slots = q_BQIi, head_weights_BQI, selection_BQK, teacher_BQK, counts_BQ
+  return jnp.sum(by_slots(own, slots, rows=keys_BNi, returns="pieces"))

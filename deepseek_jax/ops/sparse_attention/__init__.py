@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from deepseek_jax.by_slots import Place, by_slots
 from deepseek_jax.ops import dispatch
 from deepseek_jax.ops.sparse_attention import reference, tiles, vjp
-from deepseek_jax.sharding import by_rows
 
 
 class Attended(NamedTuple):
@@ -56,8 +56,20 @@ def plan_selection(
   plan = functools.partial(
     dispatch.call, _PLANS, implementation, window=window, slow=tiles.slow(q_BQHd)
   )
-  arrays = selection_BQK, entry_kv_BNd, q_BQHd
-  return by_rows(lambda rows, _: plan(*rows), len(q_BQHd), arrays)
+
+  def own(place, slots, entry_kv_BNd, pieces, weights):
+    del pieces, weights
+    selection_BQK, q_BQHd = slots
+    halo = place.halo(window - 1)
+    return plan(_behind(selection_BQK, halo, fill=-1), entry_kv_BNd, _behind(q_BQHd, halo))
+
+  return by_slots(own, (selection_BQK, q_BQHd), rows=entry_kv_BNd, returns="pieces")
+
+
+def _behind(x_BQ: jax.Array, count: int, fill: int = 0) -> jax.Array:
+  """x behind `count` slots of `fill`: queries that choose nothing, in place of a neighbour's."""
+  pads = [(0, 0), (count, 0)] + [(0, 0)] * (x_BQ.ndim - 2)
+  return jnp.pad(x_BQ, pads, constant_values=fill)
 
 
 def _plan_with(name: str, selection_BQK, entry_kv_BNd, q_BQHd, *, window: int):
@@ -125,9 +137,38 @@ def sparse_attention(
     slow=tiles.slow(q_BQHd),
   )
   sink_H = jnp.clip(sink_H.astype(jnp.float32), -_LARGEST_SINK, _LARGEST_SINK)
-  arrays = q_BQHd, window_kv_BQd, entry_kv_BNd, selection_BQK, segment_start_BQ
-  run = lambda rows, sink_H: attend(*rows[0], sink_H, plan=rows[1])
-  attended = Attended(*by_rows(run, len(q_BQHd), (arrays, plan), sink_H))
+  run = functools.partial(_attend_own, attend, window)
+  slots = q_BQHd, window_kv_BQd, selection_BQK, segment_start_BQ
+  attended = Attended(
+    *by_slots(
+      run,
+      slots,
+      rows=entry_kv_BNd,
+      pieces=plan,
+      weights=[(sink_H, (None,))],
+      dtype=jnp.float32,
+    )
+  )
   if with_teacher and not has_entries:
     return attended._replace(teacher_BQK=jnp.zeros((*q_BQHd.shape[:2], choices), jnp.float32))
   return attended
+
+
+def _attend_own(attend, window: int, place: Place, slots, entry_kv_BNd, plan, weights):
+  """Attention of the slots of one device, whose first windows reach into its neighbour's.
+
+  A kernel has one window key for every query, so the neighbour's keys come with queries that see
+  nothing, whose results are dropped: window - 1 of several thousand.
+  """
+  q_BQHd, window_kv_BQd, selection_BQK, segment_start_BQ = slots
+  halo = place.halo(window - 1)
+  if halo:
+    queries = q_BQHd.shape[1]
+    segment_start_BQ = jnp.maximum(segment_start_BQ - place.begin(queries) + halo, 0)
+    segment_start_BQ = _behind(segment_start_BQ, halo, fill=queries + halo)
+    selection_BQK = None if selection_BQK is None else _behind(selection_BQK, halo, fill=-1)
+    q_BQHd, window_kv_BQd = _behind(q_BQHd, halo), place.with_halo(window_kv_BQd, halo)
+  attended = attend(
+    q_BQHd, window_kv_BQd, entry_kv_BNd, selection_BQK, segment_start_BQ, *weights, plan=plan
+  )
+  return jax.tree.map(lambda x_BQ: x_BQ[:, halo:], attended)

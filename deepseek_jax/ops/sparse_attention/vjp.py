@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from deepseek_jax.sharding import KEPT
+from deepseek_jax.by_slots import KEPT
 
 
 def attend(
