@@ -1,9 +1,10 @@
 """DeepSeek-V4.1-Flash: 552 billion parameters and 197 billion in Engram tables.
 
-  python -m train pretrain --config configs/flash.py --workdir runs/flash \
-    --config.data.paths=DATA --config.mesh.fsdp=64 --config.mesh.expert=48
+  python -m train plan --config configs/flash.py --topology v5p:8x8x8
+  python -m train pretrain --config configs/flash.py --workdir runs/flash --config.data.paths=DATA
 
-Hardware: a pod; wall time: not yet measured. Every value that is not set here is the release's.
+Hardware: 512 chips of v5p; wall time: compiled, never run. Every value that is not set here is the
+release's.
 """
 
 import ml_collections
@@ -15,4 +16,8 @@ def get_config() -> ml_collections.ConfigDict:
   """The configuration. `data.paths` is empty: a run names its own."""
   c = base.get_config()
   c.data.update(slots=65536, batch_rows=1536)  # 100.6 M tokens a step (report 4.2)
+  # Eight chips share a row; six experts lie on a chip of each of the eight groups. A piece of the
+  # step is one row for every eight chips.
+  c.mesh.update(expert=64, context=8)
+  c.accumulation = 24
   return c

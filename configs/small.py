@@ -1,8 +1,9 @@
-"""About 1.6 billion activated parameters, with the release's head sizes, window and top-k.
+"""About 2 billion activated parameters, with the release's head sizes, window and top-k.
 
   python -m train pretrain --config configs/small.py --workdir runs/small --config.data.paths=DIR
+  python -m train pretrain --config configs/small.py:two_gpus ...  # experts and weights on both
 
-Hardware: eight accelerators of 80 GB or more. Wall time: not yet measured.
+Hardware: one H200, or two. Wall time: not yet measured.
 """
 
 import ml_collections
@@ -11,20 +12,27 @@ from configs import base
 from deepseek_jax.ngram import hash_primes
 
 
-def get_config() -> ml_collections.ConfigDict:
-  """The configuration. `data.paths` is empty: a run names its own."""
+def get_config(variant: str = "one_gpu") -> ml_collections.ConfigDict:
+  """The configuration; variants are "one_gpu" and "two_gpus", with equally many tokens on each.
+
+  `data.paths` is empty: a run names its own.
+  """
   c = base.get_config()
   model = c.model
   model.update(dim=2048, decoder_start=8)
-  model.compress_ratios = (0, 0) + (2,) * 6 + (1,) * 8
-  model.update(kv_sources=(2, 5, 8), index_sources=(2, 5, 8, 12))
+  model.compress_ratios = (0, 0) + (2,) * 6 + (1,) * 12
+  model.update(kv_sources=(2, 5, 8), index_sources=(2, 5, 8, 12, 16))
   model.attention.update(q_rank=768, o_rank=512)
   model.indexer.pool_source = 8
   model.indexer.pool_blocks = 512  # a half of the entries of a row: the pool binds
-  model.moe.update(experts=64, hidden=768)
-  model.engram.update(layers=(1, 5), prime_start=50_000)
+  model.moe.update(experts=32, hidden=768)
+  model.engram.update(layers=(1, 8), prime_start=50_000)
   model.engram.table_rows = tuple(sum(primes) for primes in hash_primes(2, 24, 50_000))
-  c.data.update(slots=8192, batch_rows=64)
-  c.mesh.fsdp = 8
+  c.data.update(slots=8192, batch_rows=2)
   c.total_steps = 50_000
+  if variant == "two_gpus":
+    c.data.batch_rows *= 2
+    c.mesh.expert = 2
+  elif variant != "one_gpu":
+    raise ValueError(f"variant {variant!r} is not one of one_gpu, two_gpus")
   return c

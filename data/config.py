@@ -5,6 +5,7 @@ import dataclasses
 from data.errors import DataError
 from data.prepared import Prepared, load_prepared
 from deepseek_jax.config import Config
+from deepseek_jax.storage_path import url_problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,23 +22,29 @@ class DataConfig(Config):
 
   def problems(self) -> list[str]:
     """Every reason for which no batch can be read, in plain sentences; reads the metadata."""
-    found, folders = self._value_problems(), []
+    found, folders = self.value_problems(), []
+    if not self.paths:
+      found.append("data.paths is empty; name at least one folder that `prepare` wrote.")
     for path in self.paths:
+      if problem := url_problem("data.paths", path):
+        found.append(problem)
+        continue
       try:
         folders.append(load_prepared(path))
-      except OSError:
+      except FileNotFoundError:
         found.append(
           f"data.paths names {path!r}, where no finished preparation lies; make one with "
           f"`python -m train prepare --out {path}`."
         )
+      except OSError as error:
+        found.append(f"data.paths names {path!r}, which cannot be read: {error.strerror}.")
       except DataError as error:
         found.append(f"data.paths: {error}")
     return found + self._folder_problems(folders)
 
-  def _value_problems(self) -> list[str]:
+  def value_problems(self) -> list[str]:
+    """Those of `problems` that can be seen without any data."""
     found = []
-    if not self.paths:
-      found.append("data.paths is empty; name at least one folder that `prepare` wrote.")
     if self.weights and len(self.weights) != len(self.paths):
       found.append(
         f"data.weights has {len(self.weights)} values for {len(self.paths)} paths; give one for "

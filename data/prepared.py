@@ -8,9 +8,9 @@ train-00000-of-00001.array_record, validation-...   packed rows, see data/rows.p
 
 import dataclasses
 import hashlib
+import io
 import json
 import math
-import pathlib
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from data.errors import DataError
 from deepseek_jax.config import Config
+from deepseek_jax.storage_path import RemotePath, StoragePath, storage_path, write_atomically
 
 METADATA = "metadata.json"
 TOKENIZER = "tokenizer.json"
@@ -64,7 +65,7 @@ class Split(Config):
 class Prepared(Config):
   """The metadata of one folder."""
 
-  folder: pathlib.Path
+  folder: StoragePath
   request: dict  # the arguments that made it
   slots: int
   vocab: int  # largest token id + 1
@@ -95,18 +96,19 @@ class Prepared(Config):
   def compressed_id(self) -> np.ndarray:
     """[V] int32 class of each token id. Raises DataError when the file has changed."""
     path = self.folder / COMPRESSED_ID
-    if not path.is_file() or file_sha256(path) != self.compressed_id_sha256:
+    data = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(data).hexdigest() != self.compressed_id_sha256:
       raise DataError(f"{path} is damaged: it is not the file that {METADATA} describes.")
-    return np.load(path)
+    return np.load(io.BytesIO(data))
 
 
-def load_prepared(folder: str | pathlib.Path) -> Prepared:
+def load_prepared(folder: str | StoragePath) -> Prepared:
   """Reads a folder's metadata.
 
   Raises: FileNotFoundError where no finished preparation lies, DataError where its metadata cannot
-  be read or has another format.
+  be read or has another format, another OSError where a store cannot be used.
   """
-  folder = pathlib.Path(folder)
+  folder = storage_path(folder)
   text = (folder / METADATA).read_bytes()
   try:
     values = json.loads(text)
@@ -123,11 +125,12 @@ def save_prepared(prepared: Prepared) -> None:
   del values["folder"]
   for name in ("train", "validation"):
     values[name]["bytes_per_token"] = prepared.split(name).bytes_per_token
-  unfinished = prepared.folder / f"{METADATA}.unfinished"
-  unfinished.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-  unfinished.replace(prepared.folder / METADATA)
+  text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+  write_atomically(prepared.folder / METADATA, text.encode())
 
 
-def file_sha256(path: pathlib.Path) -> str:
+def file_sha256(path: StoragePath) -> str:
+  if isinstance(path, RemotePath):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
   with path.open("rb") as file:
     return hashlib.file_digest(file, "sha256").hexdigest()

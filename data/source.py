@@ -7,6 +7,7 @@ from typing import NamedTuple
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
 from data.errors import DataError
+from data.local_copy import local_copies
 from data.prepared import Prepared
 from data.rows import decode_row
 from deepseek_jax.layout import Document
@@ -26,16 +27,21 @@ class RowSource:
   """
 
   def __init__(self, prepared: Prepared, split: str, *, replace: bool, max_damaged: int):
-    """Opens the shards. Raises DataError when one is missing, cut short or has other rows."""
+    """Opens the shards; those in a store are copied to this machine first.
+
+    Raises: DataError when one is missing, cut short or has other rows.
+    """
     self._dtype = prepared.dtype
-    self._shards = [prepared.folder / shard.name for shard in prepared.split(split).shards]
-    rows = [shard.rows for shard in prepared.split(split).shards]
+    shards = prepared.split(split).shards
+    self._shards = [prepared.folder / shard.name for shard in shards]
+    rows = [shard.rows for shard in shards]
     self._ends = list(itertools.accumulate(rows))
     self._replace = replace
     self._max_damaged = max_damaged
-    for path, expected in zip(self._shards, rows, strict=True):
+    copies = local_copies(prepared.folder, [(shard.name, shard.sha256) for shard in shards])
+    for path, expected in zip(copies, rows, strict=True):
       _check_shard(str(path), expected)
-    self._records = ArrayRecordDataSource([str(path) for path in self._shards])
+    self._records = ArrayRecordDataSource([str(path) for path in copies])
 
   def __len__(self) -> int:
     return self._ends[-1]
@@ -65,7 +71,7 @@ def _check_shard(path: str, expected: int) -> None:
   try:
     rows = len(ArrayRecordDataSource([path]))
   except (RuntimeError, OSError) as error:
-    reason = str(error).splitlines()[0]
+    reason, *_ = str(error).splitlines() or ["ArrayRecord gives no reason"]  # if cut short
     raise DataError(f"{path} cannot be opened ({reason}); prepare its folder again.") from error
   if rows != expected:
     raise DataError(f"{path} holds {rows} rows instead of {expected}; prepare its folder again.")

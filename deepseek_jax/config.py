@@ -9,6 +9,10 @@ from typing import Any, Literal, Self
 
 Kind = Literal["swa", "full", "reindex", "reuse"]
 
+# JAX cuts an array into equal pieces only, and the rows of an Engram table are a sum of primes.
+# So many devices cut it, and their divisors: the 512 chips of v5p:8x8x8 and twice as many.
+TABLE_ROWS_MULTIPLE = 1024
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -68,6 +72,7 @@ class MoeConfig(Config):
   hidden: int = 2304  # F, of a routed expert and of the shared one
   route_scale: float = 1.5
   limit: float = 10.0  # clamp of the gate (above) and of the up projection (both sides)
+  receive_factor: float = 2.0  # tokens that a device receives at a time, over an even load's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +90,11 @@ class EngramConfig(Config):
   def lookups(self) -> int:
     """Rows that one token reads from one table."""
     return (self.max_ngram - 1) * self.heads
+
+  @property
+  def stored_rows(self) -> tuple[int, ...]:
+    """Rows of each table with the zero rows at its end that let devices share it evenly."""
+    return tuple(-(-r // TABLE_ROWS_MULTIPLE) * TABLE_ROWS_MULTIPLE for r in self.table_rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,7 +162,8 @@ class ModelConfig(Config):
   numerics: NumericsConfig = NumericsConfig()
   init_std: float = 0.02  # of matrices, embeddings and tables; the report states none (ours)
   scan_layers: bool = True  # False: one subtree per layer
-  remat: Literal["none", "block"] = "block"  # what the backward pass computes again
+  # What the backward pass computes again (nn/block.py).
+  remat: Literal["none", "block", "block_keep_attention"] = "block"
 
   @property
   def num_layers(self) -> int:

@@ -15,6 +15,7 @@ from deepseek_jax.nn import parameters
 from deepseek_jax.nn.block import Group, Surroundings, make_block
 from deepseek_jax.ops.hyper_connection import collapse
 from deepseek_jax.ops.rms_norm import rms_norm
+from deepseek_jax.ops.table_lookup import start_rows
 from deepseek_jax.sharding import constrain
 from deepseek_jax.types import Entries, LayerCarry, ModelOutput, Slots, Tap, no_tap
 
@@ -40,8 +41,7 @@ class Model(nn.Module):
     gain_D = parameters.declare(self, "norm", parameters.ones, (cfg.dim,), ("embed",))
 
     around = surroundings(layout)
-    h_BSD = embed_VD[layout.tokens].astype(cfg.numerics.compute_dtype)
-    h_BSD = constrain(tap("embed_out", h_BSD), "batch", "slots", None)
+    h_BSD = tap("embed_out", self._embed(embed_VD, layout.tokens))
     carry = LayerCarry(
       streams_BQcD=jnp.repeat(h_BSD[:, :, None], cfg.streams, axis=2),
       pre_mix_BQc=jnp.broadcast_to(
@@ -61,6 +61,18 @@ class Model(nn.Module):
     x_BTD = tap("final_hidden", collapse(carry.streams_BQcD, carry.pre_mix_BQc))
     hidden_BTD = rms_norm(x_BTD, gain_D, eps=cfg.norm_eps).astype(jnp.float32)
     return ModelOutput(hidden_BTD, head_VD, aux)
+
+  def _embed(self, embed_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+    """[B, S, D] in the compute dtype.
+
+    On a mesh every device reads its channels for all tokens of its copy of the weights; then tokens
+    come home, one mesh axis at a time: in one step the compiler gathers [B, S, D] everywhere.
+    """
+    tokens_BS = constrain(tokens_BS, "copy_rows", None)
+    h_BSD = embed_VD[tokens_BS].astype(self.cfg.numerics.compute_dtype)
+    h_BSD = constrain(h_BSD, "copy_rows", None, "embed")
+    h_BSD = constrain(h_BSD, "copy_rows", "slots", "embed")
+    return constrain(h_BSD, "batch", "slots", None)
 
   def _run(self, group: LayerGroup, carry: LayerCarry, around: Surroundings):
     if group.repeat == 1:
@@ -91,10 +103,12 @@ class Model(nn.Module):
 def surroundings(layout: Layout) -> Surroundings:
   """The layout as the layers look at it."""
   start_BT = jnp.maximum(layout.decoder_slots, 0)
-  at_start = lambda x_BS: jax.vmap(lambda row, slot: row[slot])(x_BS, start_BT)
   is_vision_BS = layout.modality != TEXT
   counts_BS = real_slots(layout)
   used_BT = layout.decoder_slots >= 0
+  positions_BT, is_vision_BT, counts_BT, engram_rows_BTLR = start_rows(
+    (layout.positions, is_vision_BS, counts_BS, layout.engram_rows), start_BT
+  )
   encoder = Slots(
     positions_BQ=layout.positions,
     is_vision_BQ=is_vision_BS,
@@ -105,13 +119,13 @@ def surroundings(layout: Layout) -> Surroundings:
     engram_rows_BQLR=layout.engram_rows,
   )
   decoder = Slots(
-    positions_BQ=at_start(layout.positions),
-    is_vision_BQ=at_start(is_vision_BS),
-    counts_BQ=at_start(counts_BS) & used_BT,
+    positions_BQ=positions_BT,
+    is_vision_BQ=is_vision_BT,
+    counts_BQ=counts_BT & used_BT,
     segment_start_BQ=layout.decoder_segment_start,
     entry_begin_BQ=layout.decoder_entry_begin,
     entry_end_BQ=layout.decoder_entry_end,
-    engram_rows_BQLR=jnp.where(used_BT[..., None, None], at_start(layout.engram_rows), -1),
+    engram_rows_BQLR=jnp.where(used_BT[..., None, None], engram_rows_BTLR, -1),
   )
   entries = {
     ratio: Entries(

@@ -22,6 +22,7 @@ MESH_AXES = ("replica", "fsdp", "expert", "context", "tensor")
 # own, also along `expert`; along `replica` weights are whole copies.
 RULES: dict[str, tuple[str, ...]] = {
   "batch": ("replica", "fsdp", "expert"),
+  "copy_rows": ("replica",),  # rows, while every device of a copy of the weights sees all of them
   "slots": ("context",),
   "embed": ("fsdp", "expert", "context"),
   "experts": ("expert",),
@@ -142,8 +143,12 @@ def state_shardings(abstract_state: Any, mesh: Mesh) -> Any:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Rows of a batch over the data axes; fits every field of a Layout, whatever its rank."""
-  return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+  """Rows of a batch over the data axes, slots and entries over context.
+
+  For every field of a Layout: all begin with [B,S], [B,T] or [B,S/m], and train/checks.py has seen
+  to it that those divide.
+  """
+  return NamedSharding(mesh, PartitionSpec(RULES["batch"], RULES["slots"]))
 
 
 def batch_pieces(cfg: MeshConfig) -> int:

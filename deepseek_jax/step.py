@@ -12,6 +12,7 @@ from deepseek_jax.objective.denominators import Denominators
 from deepseek_jax.optim import router_bias
 from deepseek_jax.optim.adamw import update_count
 from deepseek_jax.optim.schedule import Schedule
+from deepseek_jax.types import LayerAux
 
 # (params, balance, layout, denominators) -> (loss, (metrics, LayerAux of the layers)), where loss
 # and metrics are shares of the batch that `denominators` counted.
@@ -56,7 +57,9 @@ def make_train_step(
 
   Returns: step(state, batch) -> (state, metrics). Metrics are float32 or int32 scalars: "loss",
     "grad_norm" (before clipping), "lr", "tokens" (real slots), "loss_tokens" (sum of loss weights),
-    "skipped" (in a row, so more than 0 when this step was), "router_imbalance", and loss_fn's.
+    "skipped" (in a row, so more than 0 when this step was), "router_imbalance", "expert_rounds"
+    (mean over layers and micro-batches; 1 where all tokens reached their experts at once), and
+    loss_fn's.
   """
 
   def train_step(state: TrainState, batch: Layout) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -86,12 +89,18 @@ def make_train_step(
       "loss_tokens": jnp.sum(batch.weights),
       "skipped": skipped,
       "router_imbalance": router_bias.imbalance(layers),
+      "expert_rounds": _mean_rounds(layers) / micro_batches,
     }
     return TrainState(state.step + 1, params, balance, opt_state, skipped), metrics
 
   # Without shardings for its outputs XLA may return a state that has lost the axis it is split on.
   out_shardings = None if state_shardings is None else (state_shardings, None)
   return jax.jit(train_step, donate_argnums=0, out_shardings=out_shardings)
+
+
+def _mean_rounds(layers: dict) -> jax.Array:
+  reports = jax.tree.leaves(layers, is_leaf=lambda value: isinstance(value, LayerAux))
+  return jnp.mean(jnp.concatenate([jnp.ravel(aux.rounds) for aux in reports]))
 
 
 def _accumulate(

@@ -59,6 +59,7 @@ class LayerAux(NamedTuple):
   load_vision_E: jax.Array  # float32, image-span slots
   balance: jax.Array  # float32 [], sum over rows of sum_e f_e P_e
   indexer_kl: jax.Array  # float32 [], sum over queries; 0 in layers without an indexer
+  rounds: jax.Array  # float32 [], in which tokens reached their experts; 1 but for uneven loads
 
 
 class ModelOutput(NamedTuple):

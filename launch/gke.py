@@ -165,7 +165,7 @@ def _problems(given: Given) -> Iterator[str]:
   if machines and machines.is_gpu and machines.hosts > 1:
     yield (
       f"--topology {machines}: GPU pods on several hosts need network annotations of the cluster's "
-      f"own; at most {machines.kind.chips_per_host} here, or use slurm."
+      f"own; at most {machines.kind.chip.per_host} here, or use slurm."
     )
   claim = given.options.get("--claim")
   name, _, path = (claim or "").partition(":")

@@ -10,7 +10,6 @@ What a process is told, in its environment:
 """
 
 import os
-import pathlib
 import shlex
 import shutil
 import socket
@@ -19,13 +18,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from deepseek_jax.checkpoint import manifest
+from deepseek_jax.storage_path import storage_path
 from launch import request, xla_flags
 from launch.processes import Command
 from launch.request import Given, Option
 from launch.supervisor import supervise
 from train.errors import Exit
+from train.processes import AUTO
 
-AUTO = "auto"
 OPTIONS = {
   "--processes": Option(f"processes on this machine; {AUTO}: one, of a run that JAX finds", "1"),
   "--device": Option(
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
   _say("\n".join(xla_flags.describe(kind, chosen)))
   return supervise(
     lambda: [Command(command, {**os.environ, **own}) for own in told()],
-    newest_checkpoint=lambda: newest_checkpoint(asked.workdir),
+    newest_checkpoint=lambda: _newest_known(asked.workdir),
     report=_say,
   )
 
@@ -81,8 +81,16 @@ def process_variables(processes: int | None, gpus: int, port: int) -> list[dict[
 
 def newest_checkpoint(workdir: str) -> int | None:
   """Step of the newest complete checkpoint of a run folder."""
-  complete = pathlib.Path(workdir, "checkpoints").glob(f"*/{manifest.NAME}")
-  return max((int(p.parent.name) for p in complete if p.parent.name.isdecimal()), default=None)
+  steps = manifest.complete_steps(storage_path(workdir) / "checkpoints")
+  return max(steps, default=None)
+
+
+def _newest_known(workdir: str) -> int | None:
+  try:
+    return newest_checkpoint(workdir)
+  except OSError as error:  # the run itself will say so, and may outlast it
+    _say(f"{workdir} cannot be read: {error.strerror}.")
+    return None
 
 
 def _problems(given: Given, gpus: int) -> Iterator[str]:

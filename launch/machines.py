@@ -5,26 +5,26 @@ import math
 import re
 from typing import NamedTuple
 
+from train.chips import CHIPS, Chip
+
 
 class Kind(NamedTuple):
+  chip: Chip
   flags: str  # the row of launch/xla_flags.py
-  dimensions: int  # of a slice
-  chips_per_host: int
-  devices_per_chip: int  # as JAX counts
   node: str  # the label of its nodes in GKE
   runtime: str | None  # software of a TPU VM; None: cannot be had as one
 
 
-# Hosts, labels: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus and /gpus. Devices:
-# jax.experimental.topologies counts 16 for tpu7x:2x2x2. Runtimes, and that tpu7x is offered in GKE
-# only: cloud.google.com/tpu/docs/runtimes and /queued-resources.
+# Labels: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus and /gpus. Runtimes, and that
+# tpu7x is offered in GKE only: cloud.google.com/tpu/docs/runtimes and /queued-resources.
 KINDS = {
-  "v5p": Kind("v5p", 3, 4, 1, "tpu-v5p-slice", "v2-alpha-tpuv5"),
-  "v6e": Kind("v6e", 2, 4, 1, "tpu-v6e-slice", "v2-alpha-tpuv6e"),
-  "tpu7x": Kind("tpu7x", 3, 4, 2, "tpu7x", None),
-  "h200": Kind("gpu", 1, 8, 1, "nvidia-h200-141gb", None),
+  "v5p": Kind(CHIPS["v5p"], "v5p", "tpu-v5p-slice", "v2-alpha-tpuv5"),
+  "v6e": Kind(CHIPS["v6e"], "v6e", "tpu-v6e-slice", "v2-alpha-tpuv6e"),
+  "tpu7x": Kind(CHIPS["tpu7x"], "tpu7x", "tpu7x", None),
+  "h200": Kind(CHIPS["h200"], "gpu", "nvidia-h200-141gb", None),
 }
-EXAMPLES = "v5p:8x8x8, v6e:16x16, tpu7x:4x4x4 or h200:8"
+*_FIRST, _LAST = (kind.chip.example for kind in KINDS.values())
+EXAMPLES = f"{', '.join(_FIRST)} or {_LAST}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +39,17 @@ class Machines:
   slices: int = 1
 
   def __post_init__(self) -> None:
-    per_host = self.kind.chips_per_host
-    if len(self.shape) != self.kind.dimensions:
+    chip = self.kind.chip
+    if len(self.shape) != chip.dimensions:
       raise ValueError(
-        f"--topology {self}: {self.name} has {self.kind.dimensions} dimensions, not "
+        f"--topology {self}: {self.name} has {chip.dimensions} dimensions, not "
         f"{len(self.shape)}; it is written as in {EXAMPLES}."
       )
     if self.is_gpu and self.slices > 1:
       raise ValueError(f"--slices is for TPUs; for more GPUs write {self.name}:16 and the like.")
-    if self.chips > per_host and self.chips % per_host:
+    if self.chips > chip.per_host and self.chips % chip.per_host:
       raise ValueError(
-        f"--topology {self} has {self.chips} chips, which hosts of {per_host} cannot make up."
+        f"--topology {self} has {self.chips} chips, which hosts of {chip.per_host} cannot make up."
       )
 
   def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Machines:
   @property
   def hosts(self) -> int:
     """Of one slice."""
-    return max(1, self.chips // self.kind.chips_per_host)
+    return max(1, self.chips // self.kind.chip.per_host)
 
   @property
   def chips_per_host(self) -> int:
@@ -84,7 +84,7 @@ class Machines:
   @property
   def devices(self) -> int:
     """Of all slices, as JAX counts them."""
-    return self.chips * self.kind.devices_per_chip * self.slices
+    return self.chips * self.kind.chip.devices * self.slices
 
 
 def parse_machines(topology: str, slices: int = 1) -> Machines:

@@ -12,7 +12,7 @@ from configs.schema import Settings
 from deepseek_jax.sharding import MESH_AXES
 from launch import xla_flags
 from launch.machines import Machines, parse_machines
-from train import settings
+from train import checks, settings
 from train.__main__ import TRAINING
 from train.errors import UsageError
 
@@ -135,7 +135,9 @@ def parse(argv: Sequence[str], own: Mapping[str, Option], check: Check) -> Reque
   if "--name" in own and workdir:
     problems += _name_problems(given.get("--name"), workdir)
   if loaded is not None and machines is not None and "--config" in arguments.values:
-    problems += _mesh_problems(loaded, machines)
+    problems += checks.problems(
+      loaded, devices=machines.devices, slices=machines.slices, reads_data=False
+    )
   if loaded is None or problems:
     raise UsageError(problems)
   return Request(
@@ -203,30 +205,6 @@ def _with_launchers_names(known: Mapping[str, Option]):
     return f"{name} is not an argument; the nearest is {near[0]}."
 
   return sentence
-
-
-def _mesh_problems(loaded: Settings, machines: Machines) -> Iterator[str]:
-  sizes = {axis: getattr(loaded.mesh, axis) for axis in MESH_AXES}
-  product = mesh_devices(loaded)
-  slices = f"{machines.slices} x {machines}" if machines.slices > 1 else str(machines)
-  if product != machines.devices:
-    axes = " * ".join(f"{axis} {size}" for axis, size in sizes.items())
-    rest = product // sizes["fsdp"]
-    fitting = (
-      f"; --config.mesh.fsdp={machines.devices // rest} would fit"
-      if machines.devices % rest == 0
-      else ""
-    )
-    yield (
-      f"The axes of mesh ({axes}) multiply to {product}, but {slices} has {machines.devices} "
-      f"devices{fitting}."
-    )
-  elif sizes["replica"] % machines.slices:
-    # Only the replica axis is made for the data-centre network (deepseek_jax/sharding.py).
-    yield (
-      f"mesh.replica is {sizes['replica']}, which {machines.slices} slices do not divide; only "
-      "replicas may lie in several slices."
-    )
 
 
 def _name_of(workdir: str) -> str:

@@ -14,7 +14,7 @@ LIBRARY = "deepseek_jax"
 
 # Lowest first; a file may import from its own row and from those above it in this table.
 LAYERS = (
-  {"config", "training_config", "ngram", "layout", "types", "flops"},
+  {"config", "training_config", "ngram", "layout", "types", "flops", "storage_path"},
   {"sharding", "precision"},
   {"by_slots"},
   {"ops"},

@@ -2,6 +2,7 @@
 not depend on whether gradients are wanted."""
 
 import dataclasses
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from configs import nano
 from deepseek_jax.config import ModelConfig, NumericsConfig
 from deepseek_jax.layout import Document, build_layout, stack_layouts
 from deepseek_jax.model import Model, logits
+from deepseek_jax.nn.block import REMAT
 from deepseek_jax.types import LayerAux
 
 SMALL = ModelConfig.from_dict(nano.get_config().model.to_dict())
@@ -28,6 +30,7 @@ SCANNED = dataclasses.replace(
   numerics=NumericsConfig(compute_dtype="float32", window_fp8=False),
 )
 UNROLLED = dataclasses.replace(SCANNED, scan_layers=False, remat="none")
+REMAT_OTHERS = sorted(set(REMAT) - {"block"})
 TOLERANCE = 1e-5  # of the largest magnitude, docs/design.md section 5
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
@@ -105,12 +108,22 @@ def test_the_plan_has_repeated_groups_of_both_halves():
   assert plan == [("layers_0_3", 2, 2), ("layers_4_4", 1, 1), ("layers_5_6", 1, 2)]
 
 
+def test_every_remat_policy_has_a_name_that_a_configuration_may_give():
+  kinds = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
+  assert set(get_args(kinds["remat"])) == set(REMAT)
+
+
+@pytest.mark.parametrize(
+  "remat", ["block", *(pytest.param(name, marks=pytest.mark.slow) for name in REMAT_OTHERS)]
+)
 def test_scanned_layers_equal_unrolled_ones_in_value_and_gradient(
-  variables, layout, with_gradients
+  variables, layout, with_gradients, remat
 ):
+  """The unrolled ones compute nothing again."""
   (value, (output, _)), grads = with_gradients
+  cfg = dataclasses.replace(SCANNED, remat=remat)
   run = jax.jit(
-    jax.value_and_grad(lambda *a: total(SCANNED, *a), has_aux=True), compiler_options=FAST_COMPILE
+    jax.value_and_grad(lambda *a: total(cfg, *a), has_aux=True), compiler_options=FAST_COMPILE
   )
   (got_value, got), got_grads = run(
     stacked(SCANNED, variables["params"]), stacked(SCANNED, variables["balance"]), layout

@@ -39,9 +39,10 @@ def test_mesh_that_does_not_fit_names_both_numbers():
 @pytest.mark.parametrize(
   ("names", "shape", "spec"),
   [
-    (("embed", "mlp"), (4, 6), PartitionSpec("fsdp", None)),
+    (("embed", "mlp"), (4, 6), PartitionSpec(("fsdp", "expert"), None)),
     (("experts", "embed", "mlp"), (4, 4, 4), PartitionSpec("expert", "fsdp", None)),
-    (("batch", "slots", "embed"), (4, 8, 4), PartitionSpec(("replica", "fsdp"), None, None)),
+    (("batch", "slots", None), (8, 8, 4), PartitionSpec(("replica", "fsdp", "expert"), None, None)),
+    (("batch", "embed"), (4, 8), PartitionSpec(("replica", "fsdp"), "expert")),
     (("batch", None), (2, 8), PartitionSpec("replica", None)),  # 2 rows: fsdp no longer divides
     (("embed",), (5,), PartitionSpec(None)),
     (("experts", "experts"), (4, 4), PartitionSpec("expert", None)),
@@ -69,7 +70,7 @@ def test_declared_axes_become_shardings_of_the_unboxed_state():
   shardings = state_shardings(jax.eval_shape(create), mesh)
   with jax.set_mesh(mesh):
     state = jax.jit(lambda: nn.unbox(create()), out_shardings=shardings)()
-  assert state["params"]["weight"].sharding.spec == PartitionSpec("fsdp", None)
+  assert state["params"]["weight"].sharding.spec == PartitionSpec(("fsdp", "expert"), None)
   assert state["step"].sharding.is_fully_replicated
 
 

@@ -43,6 +43,7 @@ def linear_model(variables, layout):
       load_vision_E=jnp.sum(routed_BSE * ~text_BS, (0, 1)),
       balance=scale * balance,
       indexer_kl=scale * jnp.sum(score_BS * sees[2 if scale == 1 else 1]),
+      rounds=jnp.float32(scale),  # 2 on average, whatever the number of pieces
     )
 
   hidden_BTD = x_BSD + sum(b.sum() for b in jax.tree.leaves(biases))
@@ -124,6 +125,7 @@ def test_loss_falls_and_metrics_describe_the_batch():
     losses.append(float(metrics["loss"]))
   assert losses[-1] < losses[0] - 0.1
   assert metrics["tokens"] == 16 + 1 + 0 + 7 + 9 + 2 + 7 + 13
+  assert metrics["expert_rounds"] == 2
   assert metrics["loss_tokens"] == 15 + 0 + 0 + 5 + 8 + 1 + 4 + 12
   assert metrics["skipped"] == 0 and state.step == update_count(state.opt_state) == TOTAL_STEPS
   np.testing.assert_allclose(metrics["lr"], OPTIM.final_lr, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -75,4 +76,9 @@ def run(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
   # A stream that was closed before the start is None.
   sys.stdout, sys.stderr = (s and Screen(s) for s in (sys.stdout, sys.stderr))
-  sys.exit(run(sys.argv[1:]))
+  code = run(sys.argv[1:])
+  if code == Exit.CRASHED:  # JAX would wait for the other processes before it lets this one end
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+  sys.exit(code)

@@ -1,6 +1,11 @@
-"""The batches of a run: their shape, the pipelines that give them, their way onto the devices."""
+"""The batches of a run: their shape, the pipelines that give them, their way onto the devices.
 
+Legend: B rows of a step over all processes, R rows that a process reads.
+"""
+
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,25 +19,55 @@ from deepseek_jax.ngram import NgramHash
 from deepseek_jax.sharding import batch_sharding
 
 
-def open_training(settings: Settings) -> Pipeline:
-  """This host's training batches. Errors as open_pipeline has them."""
+@dataclasses.dataclass(frozen=True)
+class RowGroup:
+  """Processes whose devices hold the same rows; each of them reads all of those rows."""
+
+  index: int  # of this process's group
+  count: int  # of groups
+  rows: np.ndarray  # [R] where the group's rows stand in the batch, ascending
+
+
+def row_group(settings: Settings, mesh: Mesh) -> RowGroup:
+  """The rows that this process reads.
+
+  Raises: ValueError if processes share some of their rows and not all, or have different counts.
+  """
+  shape = (settings.data.batch_rows, settings.data.slots)
+  held: dict[int, set[int]] = {}  # process -> rows
+  for device, (rows, _) in batch_sharding(mesh).devices_indices_map(shape).items():
+    held.setdefault(device.process_index, set()).update(range(*rows.indices(shape[0])))
+  groups = sorted({tuple(sorted(rows)) for rows in held.values()})
+  if sum(map(len, groups)) != shape[0] or len({len(group) for group in groups}) > 1:
+    devices = mesh.size // len(held)
+    raise ValueError(
+      f"mesh.context * mesh.tensor is {mesh.shape['context'] * mesh.shape['tensor']} and a process "
+      f"has {devices} devices, so that processes share some of their rows and not all; one of the "
+      "two numbers must divide the other."
+    )
+  own = tuple(sorted(held[jax.process_index()]))
+  return RowGroup(groups.index(own), len(groups), np.asarray(own))
+
+
+def open_training(settings: Settings, group: RowGroup) -> Pipeline:
+  """The training batches of a group. Errors as open_pipeline has them."""
   return open_pipeline(
     settings.data,
     ratios=settings.model.ratios,
     engram=_engram(settings),
-    host=jax.process_index(),
-    hosts=jax.process_count(),
+    host=group.index,
+    hosts=group.count,
   )
 
 
-def open_held_out(settings: Settings) -> ValidationPass:
-  """This host's validation batches. Errors as open_validation has them."""
+def open_held_out(settings: Settings, group: RowGroup) -> ValidationPass:
+  """The validation batches of a group. Errors as open_validation has them."""
   return open_validation(
     settings.data,
     ratios=settings.model.ratios,
     engram=_engram(settings),
-    host=jax.process_index(),
-    hosts=jax.process_count(),
+    host=group.index,
+    hosts=group.count,
   )
 
 
@@ -52,10 +87,20 @@ def abstract_batch(settings: Settings, mesh: Mesh) -> Layout:
   )
 
 
-def placer(mesh: Mesh) -> Callable[[Layout], Layout]:
-  """Puts the rows of this host onto its devices, as its part of the batch of all hosts."""
+def placer(mesh: Mesh, group: RowGroup) -> Callable[[Layout], Layout]:
+  """Puts the rows that this process has read onto its devices, as their part of the batch."""
   sharding = batch_sharding(mesh)
-  put = lambda x: jax.make_array_from_process_local_data(sharding, x)
+  local = np.full(len(group.rows) * group.count, -1)  # [B] number of a row in what was read
+  local[group.rows] = np.arange(len(group.rows))
+
+  def put(x: np.ndarray) -> jax.Array:
+    def piece(index: Any) -> np.ndarray:
+      rows, *rest = index  # a slice for each axis
+      first, stop = local[rows][[0, -1]] + (0, 1)  # a piece's rows are neighbours in both
+      return x[(slice(first, stop), *rest)]
+
+    return jax.make_array_from_callback((len(local), *x.shape[1:]), sharding, piece)
+
   return lambda layout: jax.tree.map(put, layout)
 
 

@@ -1,14 +1,14 @@
 """What must hold between the keys of a configuration, and between it, the data and the devices."""
 
 import dataclasses
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from configs.schema import Settings
 from data.errors import DataError
 from data.prepared import Prepared, load_prepared
 from deepseek_jax.ngram import hash_primes
-from deepseek_jax.sharding import MESH_AXES, batch_pieces
+from deepseek_jax.sharding import MESH_AXES, RULES, batch_pieces, mesh_problem
+from deepseek_jax.training_config import MeshConfig
 from train.keys import KEYS, flatten
 
 # Sizes and counts. Those of `data` are checked by DataConfig itself.
@@ -22,6 +22,7 @@ AT_LEAST_ONE = (
   "validation.rows",
   "log.every_steps",
   *(f"mesh.{axis}" for axis in MESH_AXES),
+  "model.moe.receive_factor",
   *(key for key, kind in KEYS.items() if key.startswith("model.") and kind is int),
 )
 NOT_NEGATIVE = (
@@ -49,21 +50,33 @@ POSITIVE = (
   "model.rope.yarn_factor",
 )
 ZERO_IS_FINE = ("model.engram.pad_token", "model.engram.prime_start")
+# Axes of the mesh in the order in which a suggestion changes them.
+_CHANGED_FIRST = ("fsdp", "replica", "expert", "context", "tensor")
 
 
-def problems(settings: Settings, *, devices: int) -> list[str]:
-  """Every reason for which the run cannot start, in plain sentences."""
+def problems(
+  settings: Settings, *, devices: int, slices: int = 1, reads_data: bool = True
+) -> list[str]:
+  """Every reason for which the run cannot start, in plain sentences.
+
+  Args:
+    settings: of the run.
+    devices: how many the run has, over all hosts.
+    slices: how many TPU slices these are (sharding.slice_count).
+    reads_data: False for what needs no prepared folders.
+  """
   bounds = list(_bounds(flatten(dataclasses.asdict(settings))))
-  data = settings.data.problems()
+  data = settings.data.problems() if reads_data else settings.data.value_problems()
   if bounds:  # ratios of sizes mean nothing where a size is zero
     return bounds + data
   return [
     *settings.model.problems(),
     *data,
     *_engram_problems(settings),
-    *_data_problems(settings),
+    *_row_problems(settings),
+    *(_tokenizer_problems(settings) if reads_data else ()),
     *_optim_problems(settings),
-    *_mesh_problems(settings, devices),
+    *mesh_problems(settings, devices=devices, slices=slices),
   ]
 
 
@@ -97,7 +110,7 @@ def _engram_problems(settings: Settings) -> Iterator[str]:
     )
 
 
-def _data_problems(settings: Settings) -> Iterator[str]:
+def _row_problems(settings: Settings) -> Iterator[str]:
   model, data = settings.model, settings.data
   if data.slots > 0 and (bad := [m for m in model.ratios if data.slots % m]):
     yield (
@@ -107,11 +120,15 @@ def _data_problems(settings: Settings) -> Iterator[str]:
   if data.batch_rows > 0:
     pieces = batch_pieces(settings.mesh) * settings.accumulation
     if data.batch_rows % pieces:
+      axes = " * ".join(f"mesh.{axis}" for axis in RULES["batch"])
       yield (
-        f"data.batch_rows ({data.batch_rows}) must be a multiple of mesh.replica * mesh.fsdp * "
-        f"accumulation, which is {pieces}."
+        f"data.batch_rows ({data.batch_rows}) must be a multiple of {axes} * accumulation, which "
+        f"is {pieces}."
       )
-  for path in data.paths:
+
+
+def _tokenizer_problems(settings: Settings) -> Iterator[str]:
+  for path in settings.data.paths:
     try:
       prepared = load_prepared(path)
     except (OSError, DataError):
@@ -151,19 +168,86 @@ def _optim_problems(settings: Settings) -> Iterator[str]:
     yield f"optim.final_lr ({optim.final_lr}) must not exceed optim.peak_lr ({optim.peak_lr})."
 
 
-def _mesh_problems(settings: Settings, devices: int) -> Iterator[str]:
-  mesh, model = settings.mesh, settings.model
-  sizes = {axis: getattr(mesh, axis) for axis in MESH_AXES}
-  if math.prod(sizes.values()) != devices:
-    axes = " * ".join(f"{axis} {size}" for axis, size in sizes.items())
-    yield (
-      f"The axes of mesh ({axes}) multiply to {math.prod(sizes.values())}, but the number of "
-      f"devices is {devices}."
-    )
-  for axis, pieces, key, size in (
-    ("mesh.expert", mesh.expert, "model.moe.experts", model.moe.experts),
-    ("mesh.tensor", mesh.tensor, "model.attention.heads", model.attention.heads),
-    ("mesh.context", mesh.context, "data.slots", settings.data.slots),
-  ):
+def mesh_problems(settings: Settings, *, devices: int, slices: int) -> Iterator[str]:
+  """What keeps the mesh from these devices, with a mesh that would fit, and from the model."""
+  mesh = settings.mesh
+  if problem := mesh_problem(mesh, devices=devices, slices=slices):
+    yield f"{problem} {_fitting(settings, devices, slices)}"
+  for axis, pieces, key, size in _divided(settings, mesh):
     if size % pieces:
-      yield f"{axis} is {pieces}, which does not divide {key} ({size})."
+      yield f"mesh.{axis} is {pieces}, which does not divide {key} ({size})."
+  yield from _context_problems(settings)
+
+
+def _context_problems(settings: Settings) -> Iterator[str]:
+  """What keeps the slots of a row from being cut along mesh.context."""
+  context, slots, model = settings.mesh.context, settings.data.slots, settings.model
+  if slots < 1 or slots % context or _cuts(settings, context):
+    return  # fine, or reported elsewhere
+  best = max(pieces for pieces in range(1, context) if _cuts(settings, pieces))
+  yield (
+    f"mesh.context is {context}, which leaves {slots // context} of the {slots} data.slots to a "
+    f"device; that must be a multiple of every ratio in model.compress_ratios "
+    f"({', '.join(map(str, model.ratios))}) and at least model.attention.window - 1 "
+    f"({model.attention.window - 1}). "
+    f"--config.mesh.context={best} would fit."
+  )
+
+
+def _cuts(settings: Settings, context: int) -> bool:
+  """Whether a piece of a row has whole entries, and reaches as far back as a window does.
+
+  The halo of a piece is all in the piece before it.
+  """
+  own, left_over = divmod(settings.data.slots, context)
+  whole = left_over == 0 and all(own % m == 0 for m in settings.model.ratios)
+  return context == 1 or (whole and own >= settings.model.attention.window - 1)
+
+
+def _divided(settings: Settings, mesh: MeshConfig) -> list[tuple[str, int, str, int]]:
+  """(axis, its size, key, its value) for every key that an axis of the mesh must divide."""
+  model = settings.model
+  return [
+    ("expert", mesh.expert, "model.moe.experts", model.moe.experts),
+    ("tensor", mesh.tensor, "model.attention.heads", model.attention.heads),
+    ("context", mesh.context, "data.slots", settings.data.slots),
+  ]
+
+
+def _fitting(settings: Settings, devices: int, slices: int) -> str:
+  """A sentence with a mesh that fits devices, rows and model, by as few changes as possible."""
+  rows, given = settings.data.batch_rows // settings.accumulation, settings.mesh
+
+  def fits(mesh: MeshConfig) -> bool:
+    whole = all(size % pieces == 0 for _, pieces, _, size in _divided(settings, mesh))
+    rows_fit = rows % batch_pieces(mesh) == 0 and mesh.replica % slices == 0
+    return whole and rows_fit and _cuts(settings, mesh.context)
+
+  def changes(mesh: MeshConfig) -> list[str]:
+    return [axis for axis in _CHANGED_FIRST if getattr(mesh, axis) != getattr(given, axis)]
+
+  def effort(mesh: MeshConfig) -> tuple:
+    changed = changes(mesh)
+    return len(changed), [_CHANGED_FIRST.index(axis) for axis in changed], -mesh.fsdp
+
+  meshes = (MeshConfig(**sizes) for sizes in _splits(devices, MESH_AXES))
+  best = min(filter(fits, meshes), key=effort, default=None)
+  if best is None:
+    return (
+      f"No mesh of {devices} devices in {slices} slices suits data.batch_rows / accumulation "
+      f"({rows}), data.slots ({settings.data.slots}), model.moe.experts "
+      f"({settings.model.moe.experts}) and model.attention.heads."
+    )
+  words = " ".join(f"--config.mesh.{axis}={getattr(best, axis)}" for axis in changes(best))
+  return f"{words} would fit."
+
+
+def _splits(product: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+  """Every way to write the product as one size for each axis."""
+  first, *rest = axes
+  if not rest:
+    yield {first: product}
+    return
+  for size in range(1, product + 1):
+    if product % size == 0:
+      yield from ({first: size, **others} for others in _splits(product // size, rest))

@@ -12,16 +12,22 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
-from deepseek_jax.sharding import make_mesh
+from configs.schema import Settings
+from deepseek_jax.sharding import make_mesh, slice_count
+from deepseek_jax.storage_path import RemotePath, StoragePath, storage_path, write_atomically
 from train import settings
 from train.errors import Exit, UsageError
+from train.gradient_paths import unreached
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 USAGE = """python -m train doctor [--config FILE.py[:variant]] [--workdir DIR] [--config.K=V ...]
 
---config   also check that the configuration is sound and that its mesh fits the devices
---workdir  also check that files can be written, read and removed there"""
+--config   also check that the configuration is sound, that its mesh fits the devices, and that the
+           loss reaches every parameter
+--workdir  also check that files can be written, read and removed there; s3:// and gs:// too"""
+NAMED = 5  # parameters that a finding names
 
 
 class Finding(NamedTuple):
@@ -73,19 +79,37 @@ def _flags() -> Iterator[Finding]:
 
 
 def _storage(workdir: str) -> Finding:
-  """Writes, reads and removes a file, the way a checkpoint would."""
-  folder = pathlib.Path(workdir)
+  """Writes, reads and removes a file, the way a run would; a store must also keep conditions."""
+  folder = storage_path(workdir)
   probe = folder / f".doctor-{uuid.uuid4().hex}"
+  fault = None
   try:
-    folder.mkdir(parents=True, exist_ok=True)
-    probe.write_text("written")
-    read = probe.read_text()
+    if isinstance(folder, pathlib.Path):
+      folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(probe, b"written")
+    if probe.read_bytes() != b"written":
+      fault = "gives back other bytes than were written"
+    elif isinstance(probe, RemotePath):
+      fault = _store_fault(folder, probe)
     probe.unlink()
   except OSError as error:
     return Finding("FAIL", "storage", f"{workdir} cannot be written: {error.strerror}.")
-  if read != "written":
-    return Finding("FAIL", "storage", f"{workdir} gives back other bytes than were written.")
+  if fault:
+    return Finding("FAIL", "storage", f"{workdir} {fault}.")
   return Finding("ok", "storage", f"{workdir} can be written, read and cleaned")
+
+
+def _store_fault(folder: StoragePath, probe: RemotePath) -> str | None:
+  """What a store that reads and writes lacks for a run folder."""
+  _, generation = probe.read_versioned()
+  if probe.create_if_absent(b"new") is None and probe.write_if_unchanged(b"again", generation):
+    if probe.write_if_unchanged(b"once more", generation):
+      return "overwrites an object that has changed, so that two runs could have one folder"
+  else:
+    return "does not write on conditions, which is how a run has a folder for itself"
+  if isinstance(folder, RemotePath) and folder.names_below(probe.name) != [probe.name]:
+    return "does not list what was written"
+  return None
 
 
 def _configuration(arguments: settings.Arguments) -> Iterator[Finding]:
@@ -94,7 +118,8 @@ def _configuration(arguments: settings.Arguments) -> Iterator[Finding]:
   if "--workdir" not in arguments.values:
     argv.append("--workdir=.")
   try:
-    parsed = settings.parse(argv, devices=jax.device_count())
+    devices = jax.devices()
+    parsed = settings.parse(argv, devices=len(devices), slices=slice_count(devices))
   except UsageError as error:
     yield from (Finding("FAIL", "configuration", problem) for problem in error.problems)
     return
@@ -102,3 +127,17 @@ def _configuration(arguments: settings.Arguments) -> Iterator[Finding]:
   axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
   yield Finding("ok", "configuration", f"{arguments.values['--config']} is sound")
   yield Finding("ok", "mesh", axes)
+  yield _gradients(parsed.settings, mesh)
+
+
+def _gradients(run: Settings, mesh: Mesh) -> Finding:
+  """Whether the loss reaches every parameter that it is meant to."""
+  with jax.set_mesh(mesh):
+    names = unreached(run, mesh)
+  meant = [name for name in names if run.objective.indexer != "off" or "/indexer/" not in name]
+  if meant:
+    more = f" and {len(meant) - NAMED} more" if len(meant) > NAMED else ""
+    return Finding("FAIL", "gradients", f"none reaches {', '.join(meant[:NAMED])}{more}.")
+  if names:
+    return Finding("ok", "gradients", "reach every parameter but the indexers', which are off")
+  return Finding("ok", "gradients", "reach every parameter")

@@ -33,5 +33,6 @@ def hint(name: str, accepted: Iterable[str], known: str) -> str:
 
 def refuse(problems: Sequence[str]) -> int:
   """Shows what is wrong, a line each. Returns the exit code of wrong usage."""
-  print("\n".join(problems), file=sys.stderr)
+  for problem in problems:
+    print(problem, file=sys.stderr)
   return Exit.USAGE

@@ -3,8 +3,6 @@
 Legend: B rows, T decoder slots.
 """
 
-import json
-import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -17,8 +15,9 @@ from data.bigram import count_bigrams
 from data.pipeline import Batch, open_pipeline, open_validation, validation_split
 from deepseek_jax.layout import Layout
 from deepseek_jax.step import TrainState
-from train import metrics
-from train.batches import open_held_out
+from deepseek_jax.storage_path import StoragePath
+from train import metric_lines, processes
+from train.batches import RowGroup, open_held_out
 
 MODEL, BASELINE = "validation_bits_per_byte", "baseline_bits_per_byte"
 # The baseline reads the training data again and holds every pair in memory; for a longer run that
@@ -32,8 +31,11 @@ class Validation:
   Args:
     settings: of the run; sound.
     evaluate: (params, balance, layout) -> sums of nats and of loss weights.
-    place: puts this host's rows of a layout onto the devices.
+    place: puts the rows of a layout that this process has read onto the devices.
+    group: which rows this process reads.
     report: takes one sentence about something the user should know.
+
+  Every process makes the same calls.
 
   Raises: ValueError if there is no validation split, DataError if its files are damaged.
   """
@@ -43,13 +45,14 @@ class Validation:
     settings: Settings,
     evaluate: Callable[[Any, Any, Layout], tuple[jax.Array, jax.Array]],
     place: Callable[[Layout], Layout],
+    group: RowGroup,
     report: Callable[[str], None],
   ) -> None:
     self._settings, self._evaluate, self._place = settings, evaluate, place
-    self._report = report
+    self._group, self._report = group, report
     self._split = validation_split(settings.data)
     self._rows = min(settings.validation.rows, self._split.rows)
-    self._batches = open_held_out(settings)
+    self._batches = open_held_out(settings, group)
     if self._rows < settings.validation.rows:
       report(
         f"validation.rows is {settings.validation.rows}, but the validation split has "
@@ -63,16 +66,18 @@ class Validation:
 
   def measure(self, state: TrainState) -> dict[str, float]:
     """Bits per byte of the model, under the name that metrics have for it."""
-    host, hosts = jax.process_index(), jax.process_count()
+    group = self._group
+    batches = first_rows(self._batches, self._rows, host=group.index, hosts=group.count)
     sums = [
-      self._evaluate(state.params, state.balance, self._place(batch.layout))
-      for batch in first_rows(self._batches, self._rows, host=host, hosts=hosts)
+      self._evaluate(state.params, state.balance, self._place(batch.layout)) for batch in batches
     ]
     nats, targets = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
-    if len(self._batches.damaged) > self._damaged:
-      self._damaged = len(self._batches.damaged)
-      names = ", ".join(self._batches.damaged)
-      self._report(f"{self._damaged} damaged validation records were left out: {names}.")
+    damaged = processes.union(processes.gather(self._batches.damaged))
+    if len(damaged) > self._damaged:
+      self._damaged = len(damaged)
+      self._report(
+        f"{len(damaged)} damaged validation records were left out: {', '.join(damaged)}."
+      )
     return {MODEL: self._split.bits_per_byte(nats / max(targets, 1))}
 
   def baseline(self, steps: int, tokens: int) -> dict[str, float]:
@@ -112,15 +117,14 @@ def first_rows(
     before += local * hosts
 
 
-def comparison(folder: pathlib.Path) -> list[str]:
-  """What a finished run came to, in sentences, from its metrics.jsonl."""
-  path = folder / metrics.NAME
+def comparison(folder: StoragePath) -> list[str]:
+  """What a finished run came to, in sentences, from its metrics."""
   try:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = metric_lines.read(folder)
   except (OSError, ValueError) as error:
-    return [f"{path} cannot be read ({error})."]
+    return [f"The metrics in {folder} cannot be read ({error})."]
   if not lines:
-    return [f"{path} holds no metrics of the run."]
+    return [f"{folder} holds no metrics of the run."]
   last, seconds = lines[-1], sum(line["step_seconds"] for line in lines)
   sentences = [
     f"{last['step']:,} steps, {last['tokens']:,} tokens, {last['tokens'] / seconds:,.0f} tokens/s."

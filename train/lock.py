@@ -1,4 +1,4 @@
-"""One run per folder: an flock on `run.lock`, which names its owner.
+"""One run per local folder: an flock on `run.lock`, which names its owner.
 
 The kernel gives an flock back when its process ends, however it ends, so a lock that can be taken
 on the owner's own host has no living owner. Another host may not see the flock (some network file
@@ -14,7 +14,7 @@ import pathlib
 import socket
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Self, TextIO
 
 from train.errors import UsageError
 
@@ -27,6 +27,11 @@ class Owner:
   pid: int
   host: str
   since: str  # UTC, ISO 8601
+
+  @classmethod
+  def me(cls) -> Self:
+    now = datetime.datetime.now(datetime.UTC)
+    return cls(os.getpid(), socket.gethostname(), now.isoformat(timespec="seconds"))
 
   def __str__(self) -> str:
     return f"process {self.pid} on {self.host} since {self.since}"
@@ -51,9 +56,7 @@ class RunLock:
     except BaseException:
       self._file.close()
       raise
-    host, now = socket.gethostname(), datetime.datetime.now(datetime.UTC)
-    owner = Owner(os.getpid(), host, now.isoformat(timespec="seconds"))
-    self._write(json.dumps(dataclasses.asdict(owner)))
+    self._write(json.dumps(dataclasses.asdict(Owner.me())))
 
   def release(self) -> None:
     """Gives the folder back; does nothing the second time."""

@@ -1,5 +1,8 @@
 """The training loop that runs; train/minimal.py is the same step to be read.
 
+Every process of a run is in the same loop: what one of them decides alone (a request to stop, a
+damaged record) reaches the others through `Flags`, so that all turn off at the same step.
+
 The device never waits for the host: while it works on step n, the host writes the line of step
 n - 1 and fetches the batch of step n + 1. Only at a boundary (validation, checkpoint, end of a
 profile, a request to stop) the host waits for step n itself: the next step consumes the state.
@@ -18,9 +21,11 @@ from data.pipeline import Batch, Pipeline
 from deepseek_jax.checkpoint import CheckpointError, Checkpoints
 from deepseek_jax.layout import Layout
 from deepseek_jax.step import TrainState
+from train import processes
 from train.errors import Exit
 from train.evaluate_loss import Validation
 from train.metrics import MetricsWriter
+from train.processes import Flags, NoMetrics
 from train.profile_window import ProfileWindow
 from train.signals import StopSignal
 from train.step_record import InFlight, StepRecord
@@ -37,9 +42,10 @@ class Run:
   validation: Validation | None
   checkpoints: Checkpoints
   record: StepRecord
-  writer: MetricsWriter
+  writer: MetricsWriter | NoMetrics
   profile: ProfileWindow
   stop: StopSignal
+  flags: Flags
 
 
 def train(run: Run, state: TrainState, first_step: int) -> Exit:
@@ -55,23 +61,28 @@ def train(run: Run, state: TrainState, first_step: int) -> Exit:
   """
   total = run.settings.total_steps
   in_flight: InFlight | None = None
+  damaged: tuple[str, ...] = ()  # records, of all processes
   for step in range(first_step, total + 1):
     run.profile.before(step)
     try:
       batch, data_wait = _next_batch(run)
     except DataError:
-      _write(run, in_flight)
+      _write(run, in_flight, damaged, alone=True)
       raise
     started = time.monotonic()
     with jax.profiler.StepTraceAnnotation("train", step_num=step):
       state, metrics = run.step(state, run.place(batch.layout))
 
-    _write(run, in_flight)
+    _write(run, in_flight, damaged)
     in_flight = InFlight(step, metrics, batch.records, started, data_wait)
     run.checkpoints.poll()
-    stopping = run.stop.requested
-    if _is_boundary(run, step, stopping):
-      _write(run, in_flight, state)
+    found = not set(run.pipeline.damaged) <= set(damaged)
+    stopping, found = run.flags.raised(run.stop.requested, found)
+    boundary = _is_boundary(run, step, stopping)
+    if found or boundary:
+      damaged = processes.union(processes.gather(run.pipeline.damaged))
+    if boundary:
+      _write(run, in_flight, damaged, state)
       in_flight = None
       if run.profile.ends_with(step):
         run.profile.close()
@@ -109,11 +120,18 @@ def _validates(run: Run, step: int) -> bool:
   return run.validation is not None and (step % every == 0 or step == run.settings.total_steps)
 
 
-def _write(run: Run, done: InFlight | None, state: TrainState | None = None) -> None:
+def _write(
+  run: Run,
+  done: InFlight | None,
+  damaged: tuple[str, ...],
+  state: TrainState | None = None,
+  *,
+  alone: bool = False,
+) -> None:
   """The line of a step, with its validation where `state` is the one after it."""
   if done is None:
     return
-  values = run.record.read(done, run.pipeline.damaged)
+  values = run.record.read(done, damaged, alone=alone)
   if state is not None and run.validation is not None and _validates(run, done.step):
     values |= run.validation.measure(state)
     if done.step == run.settings.total_steps:
@@ -124,6 +142,7 @@ def _write(run: Run, done: InFlight | None, state: TrainState | None = None) -> 
 
 def _save(run: Run, step: int, state: TrainState) -> None:
   counts = run.record.counts._asdict()
+  run.writer.flush()
   run.checkpoints.save(step, state_items(state), run.pipeline.state(), counts)
 
 

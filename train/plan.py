@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from configs.schema import Settings
 from deepseek_jax.config import ModelConfig, flash
 from deepseek_jax.flops import activated_parameters, parameters
-from deepseek_jax.sharding import MESH_AXES
+from deepseek_jax.sharding import MESH_AXES, slice_count
 from train import checks, plan_cache, plan_cost, plan_plot, plan_tables, plan_topology, settings
 from train.errors import Exit, UsageError
 from train.plan_claims import claims
@@ -35,7 +35,7 @@ ARGUMENTS = ("--config", "--topology", "--output", "--plot")
 class Request(NamedTuple):
   settings: Settings
   config: str  # as given
-  topology: str | None
+  topology: plan_topology.Topology | None
   output: pathlib.Path | None
   plot: pathlib.Path | None
 
@@ -93,19 +93,20 @@ def parse(argv: Sequence[str]) -> Request:
     chosen = settings.load(values.get("--config"), overrides)
   except UsageError as error:
     raise UsageError([*problems, *error.problems]) from error
+  target = plan_topology.open_topology(topology) if topology and not problems else None
   if "--config" in values:
-    problems += _unsound(chosen)
+    problems += _unsound(chosen, target)
   if problems:
     raise UsageError(problems)
-  return Request(chosen, values["--config"], topology, paths.get("--output"), paths.get("--plot"))
+  return Request(chosen, values["--config"], target, paths.get("--output"), paths.get("--plot"))
 
 
-def _unsound(chosen: Settings) -> list[str]:
-  """Problems of the configuration itself: a plan reads no data and needs no devices."""
-  data = dataclasses.replace(chosen.data, paths=(), weights=())
-  devices = math.prod(getattr(chosen.mesh, axis) for axis in MESH_AXES)
-  found = checks.problems(dataclasses.replace(chosen, data=data), devices=devices)
-  return [problem for problem in found if not problem.startswith("data.paths ")]
+def _unsound(chosen: Settings, target: plan_topology.Topology | None) -> list[str]:
+  """Problems of the configuration on these devices; without any, on as many as its mesh has."""
+  devices, slices = math.prod(getattr(chosen.mesh, axis) for axis in MESH_AXES), 1
+  if target is not None:
+    devices, slices = len(target.devices), slice_count(target.devices)
+  return checks.problems(chosen, devices=devices, slices=slices, reads_data=False)
 
 
 def _parameters(cfg: ModelConfig) -> dict[str, int]:
@@ -120,14 +121,13 @@ def _parameters(cfg: ModelConfig) -> dict[str, int]:
   }
 
 
-def _compiled(chosen: Settings, name: str) -> dict[str, Any]:
+def _compiled(chosen: Settings, topology: plan_topology.Topology) -> dict[str, Any]:
   from train import plan_compile  # only now: it loads the libraries of a run
 
-  topology = plan_topology.open_topology(name)
   compiled = plan_compile.compile_step(chosen, topology)
   compiler = "jax-cuda13-plugin" if topology.platform == "cuda" else "libtpu"
   return {
-    "topology": name,
+    "topology": topology.name,
     "mesh": dataclasses.asdict(chosen.mesh),
     "usable": plan_compile.USABLE,
     "versions": {package: importlib.metadata.version(package) for package in ("jax", compiler)},

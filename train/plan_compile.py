@@ -1,18 +1,14 @@
 """The real training step, compiled for devices that are not here. Compiled is not run."""
 
-import itertools
 import math
 import re
 import time
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
 from configs.schema import Settings
-from deepseek_jax.sharding import MESH_AXES, make_mesh
-from deepseek_jax.training_config import MeshConfig
-from train.errors import UsageError
+from deepseek_jax.sharding import make_mesh
 from train.plan_collectives import collectives
 from train.plan_topology import Topology
 from train.programs import Programs, build_programs
@@ -33,21 +29,9 @@ class Compiled(NamedTuple):
   refusal: str | None  # what the compiler said instead of finishing
 
 
-def lay_mesh(settings: Settings, topology: Topology) -> Mesh:
-  """The mesh of the configuration on the devices of the topology.
-
-  Raises: UsageError that names a mesh which fits, where there is one.
-  """
-  try:
-    return _mesh(settings.mesh, topology)
-  except ValueError as error:
-    hint = _fitting(settings, topology)
-    raise UsageError([f"{error} {hint}"]) from error
-
-
 def compile_step(settings: Settings, topology: Topology) -> Compiled:
-  """Compiles the step of pretraining. Raises: UsageError as `lay_mesh` does."""
-  mesh = lay_mesh(settings, topology)
+  """Compiles the step of pretraining for a mesh that fits (see `checks.mesh_problems`)."""
+  mesh = make_mesh(settings.mesh, topology.devices)
   # Code that asks for its device or mesh while it is traced is told the target, not this machine;
   # jax.set_mesh would also place arrays, on devices that are not there.
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -102,52 +86,3 @@ def _temporaries(refusal: str) -> int | None:
 def _device_bytes(shape: Any) -> int:
   piece = shape.sharding.shard_shape(shape.shape)
   return math.prod(piece) * shape.dtype.itemsize
-
-
-def _mesh(cfg: MeshConfig, topology: Topology) -> Mesh:
-  """Raises: ValueError, a sentence, where the mesh cannot be laid on the topology."""
-  sizes = {axis: getattr(cfg, axis) for axis in MESH_AXES}
-  axes, product = " * ".join(f"{a} {n}" for a, n in sizes.items()), math.prod(sizes.values())
-  devices = len(topology.devices)
-  if product != devices:
-    raise ValueError(
-      f"The axes of mesh ({axes}) multiply to {product}, but {topology.name} has {devices} devices."
-    )
-  try:
-    return make_mesh(cfg, topology.devices)
-  except (NotImplementedError, AssertionError) as error:  # JAX knows no such assignment
-    raise ValueError(
-      f"The axes of mesh ({axes}) cannot be laid on the links of {topology.name}: the size of each "
-      "must be a product of sides of a slice."
-    ) from error
-
-
-def _fitting(settings: Settings, topology: Topology) -> str:
-  """A sentence with axes that fit and divide what they split, the largest fsdp first."""
-  devices, experts = len(topology.devices), settings.model.moe.experts
-  rows = settings.data.batch_rows // settings.accumulation
-  divisors = [size for size in range(devices, 0, -1) if devices % size == 0]
-  for fsdp, expert in itertools.product(divisors, divisors):
-    context = devices // (fsdp * expert)
-    if fsdp * expert * context != devices or rows % fsdp or experts % expert:
-      continue
-    mesh = MeshConfig(fsdp=fsdp, expert=expert, context=context)
-    if settings.data.slots % context == 0 and _can_be_laid(mesh, topology):
-      words = [
-        f"--config.mesh.{axis}={getattr(mesh, axis)}"
-        for axis in MESH_AXES
-        if getattr(mesh, axis) != getattr(settings.mesh, axis)
-      ]
-      return f"{' '.join(words)} would fit."
-  return (
-    f"No mesh of {devices} devices that divides data.batch_rows / accumulation ({rows}), "
-    f"model.moe.experts ({experts}) and data.slots ({settings.data.slots}) was found."
-  )
-
-
-def _can_be_laid(mesh: MeshConfig, topology: Topology) -> bool:
-  try:
-    _mesh(mesh, topology)
-  except ValueError:
-    return False
-  return True

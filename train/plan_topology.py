@@ -12,25 +12,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
+from train.chips import CHIPS
 from train.errors import UsageError
-
-
-class Chip(NamedTuple):
-  memory: int  # bytes that a program may use on one device
-  dimensions: int  # numbers in its topologies
-  example: str
-
-
-_GIB = 2**30
-# TPU memory is what libtpu 0.0.48 says is available when a program is too large. A tpu7x device is
-# one of a chip's two cores; the others are chips.
-CHIPS = {
-  "v5e": Chip(int(15.75 * _GIB), 2, "v5e:4x4"),
-  "v5p": Chip(int(95.73 * _GIB), 3, "v5p:8x8x8"),
-  "v6e": Chip(int(31.24 * _GIB), 2, "v6e:16x16"),
-  "tpu7x": Chip(int(94.74 * _GIB), 3, "tpu7x:4x4x4"),
-  "h200": Chip(150_754_820_096, 1, "h200:8"),
-}
 
 # What the driver reports for an H200; the compiler reads nothing else about it.
 _H200 = """

@@ -8,7 +8,6 @@ does not fit as several folders with one tokenizer.json, and mix them in the con
 
 import argparse
 import difflib
-import pathlib
 import time
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ from data.errors import DataError, RequestError
 from data.prepare.run import PrepareRequest, existing, prepare
 from data.prepare.sources import KINDS
 from data.prepared import Prepared, Split
+from deepseek_jax.storage_path import StoragePath, storage_path, url_problem
 from train.errors import Exit, UsageError
 
 NUMBERS = {"slots": int, "validation_share": float, "max_megabytes": float}
@@ -47,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
     raise UsageError([f"prepare: {message}."])
 
 
-def _parse(argv: Sequence[str]) -> tuple[PrepareRequest, pathlib.Path]:
+def _parse(argv: Sequence[str]) -> tuple[PrepareRequest, StoragePath]:
   parser = _parser()
   known, unknown = parser.parse_known_args(argv)
   arguments, problems = vars(known), []
@@ -66,11 +66,13 @@ def _parse(argv: Sequence[str]) -> tuple[PrepareRequest, pathlib.Path]:
       arguments[name] = getattr(PrepareRequest(), name)
   if not arguments["out"]:
     problems.append("--out needs a folder.")
-  folder = pathlib.Path(arguments.pop("out"))
+  out = arguments.pop("out")
+  if problem := url_problem("--out", out):
+    problems.append(problem)
   request = PrepareRequest(**arguments)
   if problems := problems + request.problems():
     raise UsageError(problems)
-  return request, folder
+  return request, storage_path(out)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
   add = parser.add_argument
   add("--source", default=default.source, help=f"{KINDS} (default {default.source})")
   add("--text-field", default=default.text_field, help="key or column of JSONL and Parquet")
-  add("--out", required=True, metavar="DIR", help="folder to write")
+  add("--out", required=True, metavar="DIR", help="folder to write; s3:// and gs:// too")
   add(
     "--tokenizer",
     default=default.tokenizer,

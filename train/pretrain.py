@@ -8,12 +8,11 @@ What a start begins from, the first of these that is there:
 """
 
 import contextlib
-import os
-import sys
+import errno
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NoReturn
 
 import jax
 import numpy as np
@@ -24,14 +23,16 @@ from data.errors import DataError
 from data.pipeline import Pipeline
 from deepseek_jax.checkpoint import CheckpointError, Checkpoints
 from deepseek_jax.flops import activated_parameters, parameters
-from deepseek_jax.sharding import make_mesh
+from deepseek_jax.sharding import make_mesh, slice_count
 from deepseek_jax.step import TrainState
+from train import processes
 from train import settings as command_line
-from train.batches import open_training, placer
+from train.batches import RowGroup, open_training, placer, row_group
 from train.errors import Exit, UsageError
 from train.evaluate_loss import Validation, comparison
 from train.loop import Run, state_items, train
 from train.metrics import MetricsWriter
+from train.processes import Flags, NoMetrics, leave, say, signed, warn
 from train.profile_window import ProfileWindow
 from train.programs import Programs, build_programs
 from train.run_folder import RunFolder, open_run_folder
@@ -39,26 +40,42 @@ from train.settings import CommandLine
 from train.signals import StopSignal
 from train.step_record import Counts, NotFinite, StepRecord
 
+# Of storage, what a user must change before another start can succeed.
+LASTING = (
+  *(errno.EACCES, errno.EPERM, errno.EROFS),
+  *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+  *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+)
+
 
 def main(argv: Sequence[str]) -> int:
   """Runs the verb. Returns its exit code; raises UsageError with every problem."""
-  try:
-    devices = jax.devices()
-  except RuntimeError as error:  # JAX_PLATFORMS names what is not there
-    raise UsageError([f"JAX finds no device: {str(error).splitlines()[0]}"]) from error
-  command = command_line.parse(argv, devices=len(devices))
+  devices = join_and_find_devices()
+  with processes.agreed():
+    command = command_line.parse(argv, devices=len(devices), slices=slice_count(devices))
   try:
     return pretrain(command, devices)
-  except NotFinite as error:
-    print(error, file=sys.stderr)
+  except NotFinite as error:  # every process has it
+    processes.complain(str(error))
     return Exit.STOPPED
   except CheckpointError as error:
-    return _leave(error, Exit.CHECK_FAILED)
+    leave(signed(str(error)), Exit.CHECK_FAILED)
   except DataError as error:
-    return _leave(error, Exit.STOPPED)
+    leave(signed(str(error)), Exit.STOPPED)
   except OSError as error:
-    where = error.filename or command.workdir
-    return _leave(f"{where} cannot be used: {error.strerror or error}.", Exit.CHECK_FAILED)
+    leave(signed(_unusable(error, command.workdir)), Exit.CRASHED)
+
+
+def join_and_find_devices() -> Sequence:
+  """Those of all processes. Raises UsageError; ends the process where a restart may help."""
+  processes.join()
+  try:
+    return jax.devices()
+  except RuntimeError as error:
+    problem = f"JAX finds no device: {str(error).splitlines()[0]}"
+    if jax.distributed.is_initialized():  # or not those of the others, within JAX's patience
+      leave(problem, Exit.CRASHED)
+    raise UsageError([problem]) from error  # JAX_PLATFORMS names what is not there
 
 
 def pretrain(command: CommandLine, devices: Sequence) -> Exit:
@@ -68,24 +85,30 @@ def pretrain(command: CommandLine, devices: Sequence) -> Exit:
   """
   settings = command.settings
   with contextlib.ExitStack() as stack:
-    folder = open_run_folder(
-      command.workdir, settings, allow_change=command.allow_change, report=say
-    )
-    stack.callback(folder.close)
+    with starting(command.workdir):
+      folder = open_run_folder(
+        command.workdir, settings, allow_change=command.allow_change, report=say
+      )
+      stack.callback(folder.close)
+    check_shared(folder)
     keep_compiled(folder)
-    stop = stack.enter_context(StopSignal(say))
+    stop = stack.enter_context(StopSignal(warn))
     mesh = make_mesh(settings.mesh, devices)
     stack.enter_context(jax.set_mesh(mesh))
-    checkpoints = stack.enter_context(open_checkpoints(folder, settings))
-    pipeline = open_data(settings)
-    programs = build_programs(settings, mesh)
-    validation = open_validation(settings, programs, mesh)
+    with starting(command.workdir):
+      checkpoints = stack.enter_context(open_checkpoints(folder, settings))
+      group, pipeline = open_data(settings, mesh)
+      programs = build_programs(settings, mesh)
+      validation = open_validation(settings, programs, mesh, group)
 
-    step, state, counts = restore(checkpoints, programs, pipeline) or (0, None, Counts())
-    folder.remember(settings, say)
+    with starting(command.workdir):
+      step, state, counts = restore(checkpoints, programs, pipeline) or (0, None, Counts())
+    with starting(command.workdir):
+      folder.remember(settings, say)
     if step >= settings.total_steps:
       say(f"The run in {folder.path} is done.")
-      say("\n".join(comparison(folder.path)))
+      if processes.first():
+        say("\n".join(comparison(folder.path)))
       return Exit.DONE
     say(describe(settings, mesh))
     say(f"Continuing after step {step:,}." if state else "Starting from random weights.")
@@ -93,12 +116,13 @@ def pretrain(command: CommandLine, devices: Sequence) -> Exit:
     compiled, state = compile_programs(programs, state)
     profile = ProfileWindow(settings.profile, folder.profiles, say)
     stack.callback(profile.close)
-    writer = stack.enter_context(open_metrics(folder, settings, step))
+    with starting(command.workdir):
+      writer = stack.enter_context(open_metrics(folder, settings, step))
     record = StepRecord(settings, counts, list(devices), writer.say)
     run = Run(
       settings=settings,
       step=compiled,
-      place=placer(mesh),
+      place=placer(mesh, group),
       pipeline=pipeline,
       validation=validation,
       checkpoints=checkpoints,
@@ -106,16 +130,52 @@ def pretrain(command: CommandLine, devices: Sequence) -> Exit:
       writer=writer,
       profile=profile,
       stop=stop,
+      flags=Flags(mesh),
     )
     ending = train(run, state, step + 1)
-    if ending is Exit.DONE:
+    if ending is Exit.DONE and processes.first():
       writer.say("\n".join(comparison(folder.path)))
     return ending
 
 
-def say(sentence: str) -> None:
-  """Shows a sentence; a progress bar, once there is one, lets it pass above itself."""
-  print(sentence, flush=True)
+@contextlib.contextmanager
+def starting(workdir: str) -> Iterator[None]:
+  """A part of the start: every process leaves it, or all end with the problems of any of them.
+
+  Raises: UsageError, also for bad data, a full disk and the like; another OSError is left to a
+    restart.
+  """
+  with processes.agreed():
+    try:
+      yield
+    except DataError as error:
+      raise UsageError([str(error)]) from error
+    except OSError as error:
+      if error.errno not in LASTING:
+        raise
+      raise UsageError([_unusable(error, workdir)]) from error
+
+
+def check_shared(folder: RunFolder) -> None:
+  """Raises UsageError if a process sees another folder under this path than the first one does.
+
+  Each would keep its part of a checkpoint to itself, and no start could put them together again.
+  """
+  if jax.process_count() == 1:
+    return
+  mark = folder.path / f"shared.{processes.gather([secrets.token_hex(8)])[0][0]}"
+  with starting(str(folder.path)):
+    if processes.first():
+      mark.write_bytes(b"")
+  try:
+    with starting(str(folder.path)):
+      if not mark.is_file():
+        raise UsageError(
+          [f"--workdir {folder.path} is another folder here than on process 0; all must share it."]
+        )
+  finally:
+    if processes.first():
+      mark.unlink()
 
 
 def open_checkpoints(
@@ -129,27 +189,33 @@ def open_checkpoints(
       keep_last=cfg.keep_last,
       keep_every=cfg.keep_every,
       on_error=cfg.on_error,
-      report=say,
+      report=warn,
     )
   except CheckpointError as error:
     raise UsageError([str(error)]) from error
   return contextlib.closing(checkpoints)
 
 
-def open_data(settings: Settings) -> Pipeline:
-  """The training batches. Raises UsageError where data and configuration do not fit."""
+def open_data(settings: Settings, mesh: Mesh) -> tuple[RowGroup, Pipeline]:
+  """Which rows this process reads, and the batches that hold them.
+
+  Raises: UsageError where data, configuration and processes do not fit.
+  """
   try:
-    return open_training(settings)
+    group = row_group(settings, mesh)
+    return group, open_training(settings, group)
   except ValueError as error:
     raise UsageError(str(error).splitlines()) from error
 
 
-def open_validation(settings: Settings, programs: Programs, mesh: Mesh) -> Validation | None:
+def open_validation(
+  settings: Settings, programs: Programs, mesh: Mesh, group: RowGroup
+) -> Validation | None:
   """None where the configuration wants no validation. Raises UsageError as `open_data` does."""
   if not settings.validation.every_steps:
     return None
   try:
-    return Validation(settings, programs.evaluate, placer(mesh), say)
+    return Validation(settings, programs.evaluate, placer(mesh, group), group, say)
   except ValueError as error:
     problem = f"{error} Set validation.every_steps to 0 to do without."
     raise UsageError([problem]) from error
@@ -201,11 +267,13 @@ def compile_programs(programs: Programs, state: TrainState | None) -> tuple[Call
 def keep_compiled(folder: RunFolder) -> None:
   """Compiled programs stay in the run folder, unless JAX_COMPILATION_CACHE_DIR names another."""
   if jax.config.jax_compilation_cache_dir is None:
-    jax.config.update("jax_compilation_cache_dir", str(folder.path / "compilation_cache"))
+    jax.config.update("jax_compilation_cache_dir", str(folder.compilation_cache))
 
 
-def open_metrics(folder: RunFolder, settings: Settings, step: int) -> MetricsWriter:
-  """The run's metrics from the line after `step` on."""
+def open_metrics(folder: RunFolder, settings: Settings, step: int) -> MetricsWriter | NoMetrics:
+  """The run's metrics from the line after `step` on, which the first process writes."""
+  if not processes.first():
+    return NoMetrics()
   return MetricsWriter(
     folder.path,
     resume_step=step,
@@ -227,8 +295,5 @@ def describe(settings: Settings, mesh: Mesh) -> str:
   )
 
 
-def _leave(error: Exception | str, code: Exit) -> NoReturn:
-  """Ends the process without waiting for the threads of a blocked read or a broken save."""
-  print(error, file=sys.stderr, flush=True)
-  sys.stdout.flush()
-  os._exit(code)
+def _unusable(error: OSError, workdir: str) -> str:
+  return f"{error.filename or workdir} cannot be used: {error.strerror or error}."

@@ -1,4 +1,7 @@
-"""What a run compiles, described by shapes before any array exists. Legend: B rows, T decoder slots."""
+"""What a run compiles, described by shapes before any array exists.
+
+Legend: B rows, T decoder slots.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -18,7 +21,7 @@ from deepseek_jax.ops.cross_entropy import linear_token_nll
 from deepseek_jax.optim.adamw import make_optimizer
 from deepseek_jax.optim.schedule import learning_rate
 from deepseek_jax.sharding import state_shardings
-from deepseek_jax.step import TrainState, init_state, make_train_step
+from deepseek_jax.step import LossFn, TrainState, init_state, make_train_step
 from deepseek_jax.types import ModelOutput
 from train.batches import abstract_batch, empty_row
 
@@ -35,7 +38,7 @@ class Programs(NamedTuple):
 
 def build_programs(settings: Settings, mesh: Mesh) -> Programs:
   """The programs of pretraining; nothing is compiled yet and no array is allocated."""
-  model = Model(settings.model, train_indexer=settings.objective.indexer != "off")
+  model = _trained_model(settings)
   optimizer = make_optimizer(settings.optim, settings.total_steps)
   row, key = empty_row(settings), jax.random.key(settings.seed)
 
@@ -48,7 +51,7 @@ def build_programs(settings: Settings, mesh: Mesh) -> Programs:
   boxed, shapes = jax.eval_shape(init, key, row), jax.eval_shape(create)
   shardings = _shardings(boxed, shapes, optimizer, mesh)
   step = make_train_step(
-    make_loss_fn(_apply(model), settings.objective, settings.model.numerics.compute_dtype),
+    training_loss(settings),
     lambda layout: count(layout, settings.model),
     optimizer,
     learning_rate(settings.optim, settings.total_steps),
@@ -63,6 +66,12 @@ def build_programs(settings: Settings, mesh: Mesh) -> Programs:
     step=step,
     evaluate=jax.jit(loss_sums(settings)),
   )
+
+
+def training_loss(settings: Settings) -> LossFn:
+  """The loss that a step follows, with its metrics, as LossFn describes."""
+  apply, numerics = _apply(_trained_model(settings)), settings.model.numerics
+  return make_loss_fn(apply, settings.objective, numerics.compute_dtype)
 
 
 def loss_sums(settings: Settings) -> Callable:
@@ -81,6 +90,10 @@ def loss_sums(settings: Settings) -> Callable:
     return jnp.sum(layout.weights * nll_BT), jnp.sum(layout.weights)
 
   return evaluate
+
+
+def _trained_model(settings: Settings) -> Model:
+  return Model(settings.model, train_indexer=settings.objective.indexer != "off")
 
 
 def _apply(model: Model) -> Callable[..., ModelOutput]:

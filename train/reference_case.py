@@ -76,7 +76,7 @@ def load_case(folder: pathlib.Path, numerics: str) -> Case:
     layout = _layout(cfg, rows, None, _hashing(folder, cfg))
     abstract = jax.eval_shape(lambda key: nn.unbox(model.init(key, layout)), jax.random.key(0))
     weights = read_safetensors(folder / "weights.safetensors")
-    variables = load_released(weights, abstract, ignore=NOT_BACKBONE)
+    variables = load_released(weights, abstract, cfg.engram, ignore=NOT_BACKBONE)
   except (
     OSError,
     ValueError,

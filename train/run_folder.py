@@ -1,12 +1,15 @@
 """The folder of a run: made, locked, and checked against the configuration that continues it.
 
+It is local, or below s3:// or gs://; then the lines of the metrics are in segments, the events come
+with each checkpoint, and compiled programs stay on this machine.
+
 config.json        resolved configuration, every key
 environment.json   versions, git revision, devices, XLA flags of the last start
-metrics.jsonl      train/metrics.py
+metrics.jsonl      train/metrics.py, train/metric_lines.py
 events.*           TensorBoard
 checkpoints/       deepseek_jax/checkpoint
 profiles/
-run.lock           train/lock.py
+run.lock           train/lock.py, train/remote_lock.py
 """
 
 import dataclasses
@@ -19,10 +22,18 @@ import jax
 
 from configs.schema import Settings
 from deepseek_jax.checkpoint import manifest
+from deepseek_jax.storage_path import (
+  RemotePath,
+  StoragePath,
+  cache_folder,
+  storage_path,
+  write_atomically,
+)
 from train import environment
 from train.errors import UsageError
 from train.keys import flatten, nest
 from train.lock import RunLock
+from train.remote_lock import RemoteLock
 from train.settings import differences, resolved_json, settings_from_json
 
 # What may change between two starts of a run without changing what it computes. data.paths is here
@@ -40,21 +51,28 @@ FREE = (
   "validation",
 )
 # What may change, but then the losses agree closely instead of bit for bit.
-REPORTED = ("mesh", "accumulation")
+REPORTED = ("mesh", "accumulation", "model.moe.receive_factor")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-  path: pathlib.Path
-  lock: RunLock | None  # None on processes other than the first
+  path: StoragePath
+  lock: RunLock | RemoteLock | None  # None on processes other than the first
 
   @property
-  def checkpoints(self) -> pathlib.Path:
+  def checkpoints(self) -> StoragePath:
     return self.path / "checkpoints"
 
   @property
-  def profiles(self) -> pathlib.Path:
+  def profiles(self) -> StoragePath:
     return self.path / "profiles"
+
+  @property
+  def compilation_cache(self) -> pathlib.Path:
+    """JAX writes it file by file while it compiles, so it is always local."""
+    if isinstance(self.path, RemotePath):
+      return cache_folder() / "compilation_cache"
+    return self.path / "compilation_cache"
 
   def remember(self, settings: Settings, report: Callable[[str], None]) -> None:
     """Writes config.json and environment.json of a start that nothing refuses any more.
@@ -67,8 +85,9 @@ class RunFolder:
     for sentence in environment.changes(_read_json(self.path / "environment.json") or now, now):
       report(sentence)
     try:
-      manifest.write_atomically(self.path / "config.json", resolved_json(settings))
-      manifest.write_atomically(self.path / "environment.json", json.dumps(now, indent=2) + "\n")
+      write_atomically(self.path / "config.json", resolved_json(settings).encode())
+      text = json.dumps(now, indent=2) + "\n"
+      write_atomically(self.path / "environment.json", text.encode())
     except OSError as error:
       raise UsageError([f"--workdir {self.path} cannot be used: {error.strerror}."]) from error
 
@@ -86,7 +105,7 @@ def open_run_folder(
   While `checkpoints/` has no complete step, the configuration may change freely.
 
   Args:
-    workdir: path of the folder.
+    workdir: path or URL of the folder.
     settings: configuration of this start.
     allow_change: accept a configuration that computes something else than the run so far.
     report: takes one sentence about something the user should know.
@@ -94,17 +113,18 @@ def open_run_folder(
   Raises: UsageError if the folder is in use, cannot be written, or belongs to another
     configuration.
   """
-  path = pathlib.Path(workdir).absolute()
+  path = storage_path(workdir).absolute()
   if jax.process_index() != 0:
     return RunFolder(path, None)
   try:
-    path.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(path, report)
+    lock = _lock(path, report)
   except OSError as error:
     raise UsageError([f"--workdir {path} cannot be used: {error.strerror}."]) from error
   folder = RunFolder(path, lock)
+  if isinstance(path, RemotePath) and jax.config.jax_compilation_cache_dir is None:
+    report(f"Compiled programs are kept on this machine, in {folder.compilation_cache}.")
   try:
-    if any(folder.checkpoints.glob(f"*/{manifest.NAME}")):
+    if manifest.complete_steps(folder.checkpoints):
       _check_config(folder, settings, allow_change, report)
   except OSError as error:
     folder.close()
@@ -113,6 +133,13 @@ def open_run_folder(
     folder.close()
     raise
   return folder
+
+
+def _lock(path: StoragePath, report: Callable[[str], None]) -> RunLock | RemoteLock:
+  if isinstance(path, RemotePath):
+    return RemoteLock(path, report)
+  path.mkdir(parents=True, exist_ok=True)
+  return RunLock(path, report)
 
 
 def _check_config(
@@ -145,7 +172,7 @@ def _with_keys_of(stored: Settings, given: Settings, names: tuple[str, ...]) -> 
   return Settings.from_dict(nest(flatten(dataclasses.asdict(stored)) | chosen))
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
+def _read_json(path: StoragePath) -> dict[str, Any] | None:
   try:
     return json.loads(path.read_text(encoding="utf-8"))
   except (OSError, ValueError):

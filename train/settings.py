@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from configs.base import UNITS
 from configs.schema import Settings
+from deepseek_jax.storage_path import url_problem
 from train import checks, config_file
 from train.errors import UsageError, hint
 from train.keys import KEYS, convert, flatten, from_text, nest, unknown_key
@@ -31,12 +32,13 @@ class Arguments(NamedTuple):
   flags: set[str]  # "--allow-change", where given
 
 
-def parse(argv: Sequence[str], *, devices: int) -> CommandLine:
+def parse(argv: Sequence[str], *, devices: int, slices: int = 1) -> CommandLine:
   """What `--config FILE[:variant] --workdir DIR [--allow-change] [--config.key=value ...]` means.
 
   Args:
     argv: without the program and the verb.
     devices: how many the run has, over all hosts.
+    slices: how many TPU slices these are (sharding.slice_count).
 
   Raises: UsageError with every problem of the arguments, the file, the types and the combinations.
   """
@@ -49,7 +51,7 @@ def parse(argv: Sequence[str], *, devices: int) -> CommandLine:
   except UsageError as error:
     problems += error.problems
   if settings is not None and "--config" in arguments.values:
-    problems += checks.problems(settings, devices=devices)
+    problems += checks.problems(settings, devices=devices, slices=slices)
   if settings is None or problems:
     raise UsageError(problems)
   return CommandLine(
@@ -91,8 +93,8 @@ def split(
     if not value:
       arguments.problems.append(f"{name} needs a value.")
       continue
-    if name == "--workdir" and "://" in value:
-      arguments.problems.append(f"--workdir must be a local folder for now, got {value}.")
+    if name == "--workdir" and (problem := url_problem(name, value)):
+      arguments.problems.append(problem)
     if override:
       arguments.overrides[name.removeprefix(OVERRIDE)] = value
     else:

@@ -27,8 +27,8 @@ class StopSignal:
       checkpoint before the one being written stays good.
 
   A second signal, or the end of the grace time, ends the process with status 128 + signal number.
-  In a run of several processes JAX catches SIGTERM itself; then ask
-  `jax.experimental.multihost_utils.reached_preemption_sync_point`, and enter this for SIGINT only.
+  In a run of several processes each has its own; train/processes.py keeps JAX from taking SIGTERM
+  over (its preemption service hides the second one from Python), and `Flags` tells the others.
   """
 
   def __init__(

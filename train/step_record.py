@@ -8,6 +8,7 @@ import jax
 
 from configs.schema import Settings
 from deepseek_jax.flops import flops_per_token, peak_flops
+from train import processes
 
 
 class NotFinite(Exception):
@@ -19,7 +20,7 @@ class InFlight(NamedTuple):
 
   step: int
   metrics: dict[str, jax.Array]
-  records: tuple[str, ...]  # of this host's rows
+  records: tuple[str, ...]  # of the rows that this process has read
   started: float  # monotonic seconds, at dispatch
   data_wait: float  # seconds
 
@@ -44,7 +45,7 @@ class Counts(NamedTuple):
 
 
 class StepRecord:
-  """Reads steps in order and keeps the counts.
+  """Reads steps in order and keeps the counts; every process makes the same calls.
 
   Args:
     settings: of the run.
@@ -65,18 +66,25 @@ class StepRecord:
       report(f"mfu stays empty: the peak rate of a {devices[0].device_kind} is not known.")
     self._ready = 0.0  # when the step before was seen to be done
 
-  def read(self, done: InFlight, damaged: tuple[str, ...]) -> dict[str, Any]:
+  def read(
+    self, done: InFlight, damaged: tuple[str, ...], *, alone: bool = False
+  ) -> dict[str, Any]:
     """Waits for the step. Returns the values of its line.
 
     Args:
       done: the step after the one read before.
-      damaged: records that the pipeline has left out since it was opened.
+      damaged: records that pipelines have left out since they were opened, of all processes.
+      alone: the other processes do not make this call.
     """
     values = {name: value.item() for name, value in jax.device_get(done.metrics).items()}
     ready = time.monotonic()
     seconds, self._ready = ready - max(done.started, self._ready), ready
     tokens = values.pop("tokens")
-    self._count(done, tokens, values["skipped"] > 0, damaged)
+    skipped = values["skipped"] > 0
+    records = done.records
+    if skipped and not alone:
+      records = processes.union(processes.gather(records))
+    self._count(done._replace(records=records), tokens, skipped, damaged)
     rate = tokens / seconds
     return {
       "tokens": self.counts.tokens,

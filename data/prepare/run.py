@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import pathlib
+import tempfile
 from collections.abc import Iterator
 
 import numpy as np
@@ -36,6 +37,7 @@ from data.prepared import (
   save_prepared,
 )
 from data.rows import token_dtype
+from deepseek_jax.storage_path import RemotePath, StoragePath, upload_tree
 
 SPLITS = ("train", "validation")
 ENCODE_AT_ONCE = 64  # documents: enough to keep the library's threads busy between two advances
@@ -96,7 +98,7 @@ class PrepareRequest:
     return values
 
 
-def existing(request: PrepareRequest, folder: pathlib.Path) -> Prepared | None:
+def existing(request: PrepareRequest, folder: StoragePath) -> Prepared | None:
   """The finished preparation in `folder`, if there is one.
 
   Raises: RequestError when it was made by another request, or when a file of it is not the one
@@ -121,12 +123,14 @@ def existing(request: PrepareRequest, folder: pathlib.Path) -> Prepared | None:
   return prepared
 
 
-def prepare(request: PrepareRequest, folder: pathlib.Path) -> Prepared:
+def prepare(request: PrepareRequest, folder: StoragePath) -> Prepared:
   """Does what `request` says and returns the metadata, which is written last.
 
   Raises: RequestError when the source or the tokenizer cannot be used.
   """
   _check_ours(folder)
+  if isinstance(folder, RemotePath):
+    return _prepare_remote(request, folder)
   with phase("reading"):
     corpus = _read(request)
   vocab = _vocabulary(request, corpus)
@@ -154,6 +158,22 @@ def prepare(request: PrepareRequest, folder: pathlib.Path) -> Prepared:
     "fingerprint": _fingerprint(written, splits),
   }
   prepared = Prepared.from_dict(about | written | splits)
+  save_prepared(prepared)
+  (folder / UNFINISHED).unlink()
+  return prepared
+
+
+def _prepare_remote(request: PrepareRequest, folder: RemotePath) -> Prepared:
+  """Prepares in a temporary folder and copies it, the metadata last."""
+  with tempfile.TemporaryDirectory() as temporary:
+    here = pathlib.Path(temporary)
+    prepared = dataclasses.replace(prepare(request, here), folder=folder)
+    (here / METADATA).unlink()
+    (folder / UNFINISHED).write_bytes(b"")
+    for name in set(folder.names_below()) - {UNFINISHED}:  # of a killed preparation
+      (folder / name).unlink()
+    with phase(f"copying to {folder}"):
+      upload_tree(here, folder)
   save_prepared(prepared)
   (folder / UNFINISHED).unlink()
   return prepared
@@ -212,9 +232,13 @@ def _write(
   )
 
 
-def _check_ours(folder: pathlib.Path) -> None:
+def _check_ours(folder: StoragePath) -> None:
   """Refuses a folder with files that no preparation of ours began."""
-  if folder.is_dir() and any(folder.iterdir()) and not (folder / UNFINISHED).exists():
+  if isinstance(folder, RemotePath):
+    used = bool(folder.names_below())
+  else:
+    used = folder.is_dir() and any(folder.iterdir())
+  if used and not (folder / UNFINISHED).is_file():
     raise RequestError(
       f"--out {folder} holds files that are not of an unfinished preparation; name a new or an "
       "empty folder."

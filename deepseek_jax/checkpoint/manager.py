@@ -1,18 +1,9 @@
-"""The checkpoints of a run: saved in the background, checked before use, pruned.
-
-In the folder: `<step>/` complete once it has a manifest; `<step>.saving` exists from the start of a
-save until its manifest is written, which tells an interrupted save from a lost manifest;
-`<step>.damaged-<n>` and `<step>.unfinished-<n>` set aside; `<step>.deleting` on its way out.
-"""
+"""The checkpoints of a run: saved in the background, checked before use, pruned."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import logging
 import os
-import pathlib
-import re
-import shutil
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -20,12 +11,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from deepseek_jax.checkpoint import manifest, retention, storage
+from deepseek_jax.checkpoint import manifest, remote_storage, storage
 from deepseek_jax.checkpoint.errors import CheckpointError
+from deepseek_jax.checkpoint.local_steps import LocalSteps
+from deepseek_jax.checkpoint.remote_steps import RemoteSteps
+from deepseek_jax.storage_path import RemotePath, StoragePath, storage_path
 
 DOCUMENTS = ("data", "meta")  # the JSON items of a step
-SAVING, DELETING = ".saving", ".deleting"
-ASIDE = re.compile(r"(\d+)\.(damaged|unfinished)-(\d+)")
 NONE = -1  # in place of a step
 
 
@@ -37,7 +29,9 @@ class Restored:
   meta: dict
 
 
-def restore_step(path: str | os.PathLike[str], abstract_items: dict[str, Any]) -> Restored:
+def restore_step(
+  path: str | os.PathLike[str] | StoragePath, abstract_items: dict[str, Any]
+) -> Restored:
   """Reads one step and changes nothing, so it may run beside the run that writes the folder.
 
   Args:
@@ -46,7 +40,7 @@ def restore_step(path: str | os.PathLike[str], abstract_items: dict[str, Any]) -
 
   Raises: CheckpointError if the step is damaged, unfinished, or does not fit `abstract_items`.
   """
-  folder = pathlib.Path(path).absolute()
+  folder = storage_path(path).absolute()
   if problems := manifest.verify_step(folder):
     raise CheckpointError(f"The checkpoint {folder} cannot be used: {_list(problems)}.")
   return _read(folder, abstract_items)
@@ -60,7 +54,7 @@ class Checkpoints:
   """Writer and reader of a run's checkpoint folder. One per run: it removes leftovers.
 
   Args:
-    directory: created if missing.
+    directory: local, created if missing, or of an object store.
     keep_last: the newest so many steps stay.
     keep_every: multiples of it stay for good; 0: none.
     on_error: "stop": a failed save raises from `poll`; "continue": it is reported, and the next
@@ -72,7 +66,7 @@ class Checkpoints:
 
   def __init__(
     self,
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | StoragePath,
     *,
     keep_last: int = 3,
     keep_every: int = 0,
@@ -81,7 +75,11 @@ class Checkpoints:
   ) -> None:
     if keep_last < 1:
       raise ValueError(f"checkpoint.keep_last is {keep_last}, accepted are 1, 2, ...")
-    self._directory = pathlib.Path(directory).absolute()
+    self._directory = storage_path(directory).absolute()
+    if isinstance(self._directory, RemotePath):
+      self._steps = RemoteSteps(self._directory, report)
+    else:
+      self._steps = LocalSteps(self._directory, report)
     self._keep_last, self._keep_every = keep_last, keep_every
     self._on_error, self._report = on_error, report
     self._primary = jax.process_index() == 0
@@ -92,11 +90,10 @@ class Checkpoints:
     self._bytes_needed = 0
     if self._primary:
       self._prepare_folder()
-    self._storage = storage.Storage()
 
   def steps(self) -> list[int]:
     """Complete steps, ascending."""
-    return [s for s in self._step_folders() if manifest.has_manifest(self._path(s))]
+    return self._steps.complete()
 
   def save(self, step: int, state_items: dict[str, Any], data: dict, meta: dict) -> None:
     """Starts a save; returns when the arrays are copied, so that they may be donated.
@@ -115,14 +112,12 @@ class Checkpoints:
     """
     if step == self._newest:
       return
-    self.wait()
+    self._settle()
     self._newest = self._saving = step
     self._bytes_needed = _bytes(state_items)
     try:
-      if self._primary:
-        self._path(step, SAVING).touch()
       documents = {"data": data, "meta": {**meta, "step": step}}
-      self._storage.start_save(self._path(step), state_items, documents)
+      self._steps.start_save(step, state_items, documents)
     except storage.SAVE_ERRORS as error:
       self._failed(step, error)
     else:
@@ -141,19 +136,23 @@ class Checkpoints:
       self._failed(self._saving, error)
 
   def wait(self) -> int | None:
-    """Waits for the save in flight. Returns the newest complete step. Raises as `poll` does."""
-    if self._save_in_flight is not None:
-      concurrent.futures.wait([self._save_in_flight])
-    self.poll()
-    return max(self.steps(), default=None)
+    """Waits for the save in flight, everywhere. Returns the newest complete step.
+
+    Raises: CheckpointError as `poll` does.
+    """
+    self._settle()
+    # Only process 0 knows that a manifest is there: it writes it after the others are done.
+    newest = max(self.steps(), default=NONE) if self._primary else NONE
+    newest, _ = _from_primary(newest, False)
+    return None if newest == NONE else newest
 
   def close(self) -> None:
     """Waits for the save in flight and ends the background threads. Raises as `poll` does."""
     try:
-      self.wait()
+      self._settle()
     finally:
       self._background.shutdown()
-      self._storage.close()
+      self._steps.close()
 
   def restore(self, abstract_items: dict[str, Any], step: int | None = None) -> Restored | None:
     """Reads the newest good step, or the given one.
@@ -167,10 +166,10 @@ class Checkpoints:
     Returns: None if nothing was ever saved completely, so that the run starts fresh.
     Raises: CheckpointError if there were steps and none is good, or one does not fit.
     """
-    self.wait()
+    self._settle()
     if step is not None:
       self._newest = step
-      return restore_step(self._path(step), abstract_items)
+      return restore_step(self._steps.path(step), abstract_items)
     chosen, failure = NONE, None
     if self._primary:
       try:
@@ -183,107 +182,73 @@ class Checkpoints:
     if chosen == NONE:
       return None
     self._newest = chosen
-    return _read(self._path(chosen), abstract_items)
+    return _read(self._steps.path(chosen), abstract_items)
 
-  def _path(self, step: int, suffix: str = "") -> pathlib.Path:
-    return self._directory / f"{step}{suffix}"
-
-  def _step_folders(self) -> list[int]:
-    # Other processes may be here before process 0 has made the folder: glob takes it for empty.
-    return sorted(int(p.name) for p in self._directory.glob("*") if p.name.isdecimal())
+  def _settle(self) -> None:
+    """Waits for this process's part of the save in flight. Raises as `poll` does."""
+    if self._save_in_flight is not None:
+      concurrent.futures.wait([self._save_in_flight])
+    self.poll()
 
   def _prepare_folder(self) -> None:
-    """Creates the folder and removes what a killed run left half written or half deleted."""
     try:
-      self._directory.mkdir(parents=True, exist_ok=True)
-      for path in self._directory.iterdir():
-        if storage.PARTIAL_MARK in path.name or path.name.endswith(DELETING):
-          shutil.rmtree(path)
-          self._report(f"Removed {path.name}, which an interrupted run left in {self._directory}.")
-      for mark in self._directory.glob(f"*{SAVING}"):
-        step_folder = mark.with_suffix("")
-        if not step_folder.is_dir() or manifest.has_manifest(step_folder):
-          mark.unlink()
+      self._steps.prepare()
     except OSError as error:
+      self._steps.close()
       raise CheckpointError(
         f"The checkpoint folder {self._directory} cannot be used: {error.strerror}."
       ) from error
 
   def _newest_good(self) -> int:
     """Walks back to a step whose files match its manifest; sets the others aside."""
-    for step in reversed(self._step_folders()):
-      problems = manifest.verify_step(self._path(step))
+    for step in reversed(self._steps.all()):
+      problems = manifest.verify_step(self._steps.path(step))
       if not problems:
         return step
-      interrupted = self._path(step, SAVING).exists()
-      self._set_aside(step, "unfinished" if interrupted else "damaged", problems)
-    damaged = [m[0] for m in self._aside() if m[2] == "damaged"]
-    if damaged:
+      state = "unfinished" if self._steps.interrupted(step) else "damaged"
+      name = self._steps.set_aside(step, state)
+      self._report(f"Checkpoint {step} is {state} ({_list(problems)}); it was set aside as {name}.")
+    if damaged := self._steps.damaged():
       raise CheckpointError(
         f"No usable checkpoint is left in {self._directory} (set aside: {', '.join(damaged)}); "
         "restore one from a copy, or move the folder away to start over."
       )
     return NONE
 
-  def _aside(self) -> list[re.Match[str]]:
-    names = sorted(path.name for path in self._directory.iterdir())
-    return [found for name in names if (found := ASIDE.fullmatch(name))]
-
-  def _set_aside(self, step: int, state: str, problems: list[str]) -> None:
-    taken = [int(m[3]) for m in self._aside() if int(m[1]) == step and m[2] == state]
-    target = self._path(step, f".{state}-{max(taken, default=0) + 1}")
-    self._path(step).rename(target)
-    self._path(step, SAVING).unlink(missing_ok=True)
-    self._report(
-      f"Checkpoint {step} is {state} ({_list(problems)}); it was set aside as {target.name}."
-    )
-
   def _finish(self, step: int) -> None:
-    """In the background: Orbax's commit, the manifest, then room for the next step."""
-    self._storage.wait()
+    """In the background: the last of the arrays, the manifest, then room for the next step."""
+    self._steps.commit(step)
     if self._primary:
-      manifest.write_manifest(self._path(step))
-      self._path(step, SAVING).unlink()
-      self._prune()
-
-  def _prune(self) -> None:
-    complete = self.steps()
-    old = retention.expendable(complete, keep_last=self._keep_last, keep_every=self._keep_every)
-    oldest_recent = complete[-self._keep_last :][0]
-    aside = [self._directory / m[0] for m in self._aside() if int(m[1]) < oldest_recent]
-    for path in [*(self._path(step) for step in old), *aside]:
-      # Renamed first: a step that is half deleted must not look damaged.
-      leaving = path.with_name(path.name + DELETING)
-      path.rename(leaving)
-      shutil.rmtree(leaving)
+      self._steps.prune(keep_last=self._keep_last, keep_every=self._keep_every)
 
   def _failed(self, step: int, error: BaseException) -> None:
-    """Removes the partial step and tells the user."""
+    """Removes the partial step and tells the user; the death of another process is not told.
+
+    JAX reports that, and it is no fault of the storage: a restart is what helps.
+    """
+    if isinstance(error, jax.errors.JaxRuntimeError):
+      raise error
     self._newest = NONE
     if self._primary:
-      self._remove_partial(step)
-    existing = next(p for p in (self._directory, *self._directory.parents) if p.is_dir())
-    free = shutil.disk_usage(existing).free
+      self._steps.remove_partial(step)
+    free = self._steps.free_bytes()
+    room = "" if free is None else f", {_size(free)} are free"
     sentence = (
       f"Checkpoint {step} could not be saved in {self._directory}: {storage.reason(error)} "
-      f"(it needs about {_size(self._bytes_needed)}, {_size(free)} are free)."
+      f"(it needs about {_size(self._bytes_needed)}{room})."
     )
     if self._on_error == "stop":
       raise CheckpointError(sentence) from error
     self._report(f"{sentence} The next save tries again.")
 
-  def _remove_partial(self, step: int) -> None:
-    for path in self._directory.glob(f"{step}*"):
-      unfinished = path.name == f"{step}" and not manifest.has_manifest(path)
-      if unfinished or path.name.startswith(f"{step}{storage.PARTIAL_MARK}"):
-        shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):  # of a file system that became read-only
-      self._path(step, SAVING).unlink()
 
-
-def _read(folder: pathlib.Path, abstract_items: dict[str, Any]) -> Restored:
-  items = storage.read_items(folder, abstract_items)
-  data, meta = (storage.read_document(folder, name) for name in DOCUMENTS)
+def _read(folder: StoragePath, abstract_items: dict[str, Any]) -> Restored:
+  if isinstance(folder, RemotePath):
+    items = remote_storage.read_items(folder, abstract_items)
+    data, meta = (remote_storage.read_document(folder, name) for name in DOCUMENTS)
+  else:
+    items = storage.read_items(folder, abstract_items)
+    data, meta = (storage.read_document(folder, name) for name in DOCUMENTS)
   return Restored(step=meta["step"], items=items, data=data, meta=meta)
 
 

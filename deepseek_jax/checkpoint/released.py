@@ -23,8 +23,9 @@ from deepseek_jax.config import (
 from deepseek_jax.ops import number_formats as formats
 
 # How a released array becomes ours: "same" reshapes it, "transpose" first turns it to [in, out],
-# "groups" turns [groups * out, in] to [groups, in, out], "experts" stacks one transpose per expert.
-Turn = Literal["same", "transpose", "groups", "experts"]
+# "groups" turns [groups * out, in] to [groups, in, out], "experts" stacks one transpose per expert,
+# "table" is followed by the zero rows that ours ends with.
+Turn = Literal["same", "transpose", "groups", "experts", "table"]
 
 _ATTENTION: dict[str, tuple[str, Turn]] = {
   "attn/wq_a": ("attn.wq_a.weight", "transpose"),
@@ -63,7 +64,7 @@ _MOE: dict[str, tuple[str, Turn]] = {
   },
 }
 _ENGRAM: dict[str, tuple[str, Turn]] = {
-  "engram/table": ("engram.embed.weight", "same"),
+  "engram/table": ("engram.embed.weight", "table"),
   "engram/wkv": ("engram.wkv.weight", "transpose"),
   "engram/q_weight": ("engram.q_weight", "same"),
   "engram/k_weight": ("engram.k_weight", "same"),
@@ -115,13 +116,18 @@ def dequantize(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def load_released(
-  tensors: Mapping[str, np.ndarray], abstract: Any, *, ignore: tuple[str, ...] = ()
+  tensors: Mapping[str, np.ndarray],
+  abstract: Any,
+  engram: EngramConfig,
+  *,
+  ignore: tuple[str, ...] = (),
 ) -> Any:
   """Released tensors -> a tree like `abstract` (unrolled layers), float32.
 
   Args:
     tensors: by released name; `X.scale` beside a quantized `X.weight`.
     abstract: {"params": ..., "balance": ...} of shapes, from eval_shape with scan_layers=False.
+    engram: says how many rows each table has.
     ignore: name prefixes that may stay unused.
 
   Raises: ValueError that lists every missing, unused and misshapen tensor.
@@ -146,12 +152,14 @@ def load_released(
     arrays = [array for name in entry.names if (array := one(name)) is not None]
     if len(arrays) < len(entry.names):
       return np.zeros(target.shape, np.float32)
+    shape = _table_shape(path, engram) if entry.turn == "table" else target.shape
     try:
-      return _turned(entry.turn, arrays, target.shape)
+      ours = _turned(entry.turn, arrays, shape)
     except ValueError:
       found = arrays[0].shape
-      problems.append(f"misshapen tensor {entry.names[0]}: {found} does not fit {target.shape}")
+      problems.append(f"misshapen tensor {entry.names[0]}: {found} does not fit {shape}")
       return np.zeros(target.shape, np.float32)
+    return _grown(ours, target.shape)
 
   tree = jax.tree_util.tree_map_with_path(leaf, abstract)
   problems += [f"unused tensor {name}" for name in sorted(unused)]
@@ -171,6 +179,18 @@ def _turned(turn: Turn, arrays, shape) -> np.ndarray:
     return _exactly(first.T, (shape[0], int(np.prod(shape[1:])))).reshape(shape)
   flat = (shape[0], int(np.prod(shape[1:]))) if first.ndim == 2 and len(shape) == 3 else shape
   return _exactly(first, flat).reshape(shape)
+
+
+def _table_shape(path: str, engram: EngramConfig) -> tuple[int, int]:
+  layer = int(path.removeprefix("layer_").split("/", 1)[0])
+  return engram.table_rows[engram.layers.index(layer)], engram.head_dim
+
+
+def _grown(array: np.ndarray, shape) -> np.ndarray:
+  """The array followed by zeros; itself where it has the shape already."""
+  if array.shape == tuple(shape):
+    return array
+  return np.pad(array, [(0, to - of) for to, of in zip(shape, array.shape, strict=True)])
 
 
 def _exactly(array: np.ndarray, shape) -> np.ndarray:

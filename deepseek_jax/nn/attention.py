@@ -13,7 +13,8 @@ from deepseek_jax.config import LayerSpec, ModelConfig
 from deepseek_jax.nn import parameters
 from deepseek_jax.nn.compressor import Compressor
 from deepseek_jax.nn.indexer import Indexer
-from deepseek_jax.nn.linear import dot, fp8_input
+from deepseek_jax.nn.linear import fp8_input
+from deepseek_jax.ops.matmul import dot
 from deepseek_jax.ops.quantize import fake_fp8, fake_main
 from deepseek_jax.ops.rms_norm import rms_norm
 from deepseek_jax.ops.rope import frequencies, rotate

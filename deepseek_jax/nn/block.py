@@ -17,6 +17,7 @@ from deepseek_jax.nn.hyper_connection import HyperConnection
 from deepseek_jax.nn.moe import Moe
 from deepseek_jax.ops.hyper_connection import collapse, expand
 from deepseek_jax.ops.rms_norm import rms_norm
+from deepseek_jax.ops.table_lookup import start_rows
 from deepseek_jax.sharding import constrain
 from deepseek_jax.types import Entries, LayerAux, LayerCarry, Slots, Tap, no_tap
 
@@ -59,8 +60,7 @@ class Block(nn.Module):
     if spec.kind == "full":  # entries come from every encoder slot, also at the decoder's start
       carry = attention.compress(x_BQD, around.entries[spec.ratio], carry)
     if spec.starts_decoder:
-      start = lambda x: jax.vmap(lambda row, slot: row[slot])(x, around.decoder_slots_BT)
-      streams, x_BQD = start(streams), start(x_BQD)
+      streams, x_BQD = start_rows((streams, x_BQD), around.decoder_slots_BT)
 
     at_attention = _observed(tap, "hc_attn", site("hc_attn", 0)(streams))
     y_BQD, carry, kl = attention(x_BQD, slots, around.entries, carry)
@@ -68,11 +68,11 @@ class Block(nn.Module):
 
     at_ffn = _observed(tap, "hc_ffn", site("hc_ffn", 1)(streams))
     x_BQD = tap("ffn_in", norm(collapse(streams, at_attention.pre_Xc), gain("ffn_norm")))
-    z_BQD, load_text, load_vision, balance = Moe(cfg, tap, name="moe")(x_BQD, slots)
+    z_BQD, load_text, load_vision, balance, rounds = Moe(cfg, tap, name="moe")(x_BQD, slots)
     streams = tap("streams", expand(z_BQD, streams, at_ffn.post_Xc, at_ffn.comb_Xcc))
     streams = constrain(streams, "batch", "slots", None, None)
     carry = carry._replace(streams_BQcD=streams, pre_mix_BQc=at_ffn.pre_Xc)
-    return carry, LayerAux(load_text, load_vision, balance, kl)
+    return carry, LayerAux(load_text, load_vision, balance, kl, rounds)
 
 
 def _observed(tap: Tap, name: str, site):
@@ -92,12 +92,23 @@ REMAT = {
 }
 
 
-def make_block(cfg: ModelConfig, spec: LayerSpec, name: str, train_indexer: bool, tap: Tap):
-  """A Block whose backward pass computes again what cfg.remat says."""
+def make_block(
+  cfg: ModelConfig,
+  spec: LayerSpec,
+  name: str,
+  train_indexer: bool,
+  tap: Tap,
+  *,
+  repeated: bool = False,
+):
+  """A Block whose backward pass computes again what cfg.remat says.
+
+  Outside a loop the compiler would notice that it is computed again, and keep it all the same.
+  """
   names, kind = REMAT[cfg.remat], Block
   if names is not None:
     keep = jax.checkpoint_policies.save_only_these_names(*names)
-    kind = nn.remat(Block, prevent_cse=not cfg.scan_layers, policy=keep)
+    kind = nn.remat(Block, prevent_cse=not repeated, policy=keep)
   return kind(cfg, spec, train_indexer, tap, name=name)
 
 
@@ -115,6 +126,6 @@ class Group(nn.Module):
     aux = {}
     for number, spec in enumerate(self.layers):
       name = f"layer_{number}"
-      block = make_block(self.cfg, spec, name, self.train_indexer, no_tap)
+      block = make_block(self.cfg, spec, name, self.train_indexer, no_tap, repeated=True)
       carry, aux[name] = block(carry, around)
     return (carry.streams_BQcD, carry.pre_mix_BQc), aux

@@ -9,7 +9,8 @@ from flax import linen as nn
 
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import parameters
-from deepseek_jax.nn.linear import dot, fp8_input
+from deepseek_jax.nn.linear import fp8_input
+from deepseek_jax.ops.matmul import dot
 from deepseek_jax.ops.table_lookup import table_lookup
 from deepseek_jax.types import Slots, Tap, no_tap
 
@@ -40,7 +41,11 @@ class Engram(nn.Module):
     cfg, size, c = self.cfg, self.cfg.engram, self.cfg.streams
     matrix = parameters.normal(cfg.init_std)
     table = parameters.declare(
-      self, "table", matrix, (size.table_rows[self.table], size.head_dim), ("table_rows", None)
+      self,
+      "table",
+      parameters.normal_rows(cfg.init_std, size.table_rows[self.table]),
+      (size.stored_rows[self.table], size.head_dim),
+      ("table_rows", None),
     )
     width = size.lookups * size.head_dim
     wkv = parameters.declare(self, "wkv", matrix, (width, (c + 1) * cfg.dim), (None, "embed"))

@@ -9,8 +9,9 @@ from flax import linen as nn
 
 from deepseek_jax.config import LayerSpec, ModelConfig
 from deepseek_jax.nn import parameters
-from deepseek_jax.nn.linear import dot, fp8_input
+from deepseek_jax.nn.linear import fp8_input
 from deepseek_jax.ops import indexer as op
+from deepseek_jax.ops.matmul import dot
 from deepseek_jax.ops.quantize import fake_indexer
 from deepseek_jax.ops.rms_norm import rms_norm
 from deepseek_jax.ops.rope import frequencies, rotate
@@ -31,7 +32,7 @@ class Indexer(nn.Module):
     cfg, size, rank = self.cfg, self.cfg.indexer, self.cfg.attention.q_rank
     matrix = parameters.normal(cfg.init_std)
     self.wq_b = parameters.declare(
-      self, "wq_b", matrix, (rank, size.heads, size.head_dim), (None, "heads", None)
+      self, "wq_b", matrix, (rank, size.heads, size.head_dim), ("embed", "heads", None)
     )
     self.weights_proj = parameters.declare(
       self, "weights_proj", matrix, (cfg.dim, size.heads), ("embed", None)

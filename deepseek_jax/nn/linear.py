@@ -1,16 +1,10 @@
-"""Matrix products in the compute dtype, with the release's activation quantization as a switch."""
+"""What surrounds a linear layer: float32 products, and activation quantization as a switch."""
 
 import jax
 import jax.numpy as jnp
 
 from deepseek_jax.config import NumericsConfig
-from deepseek_jax.ops.matmul import einsum_f32
 from deepseek_jax.ops.quantize import fake_fp8
-
-
-def dot(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-  """einsum(spec, x, weight) in x.dtype with float32 accumulation."""
-  return einsum_f32(spec, x, weight.astype(x.dtype)).astype(x.dtype)
 
 
 def exact_dot(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:

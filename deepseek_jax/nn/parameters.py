@@ -50,6 +50,20 @@ def normal(std: float):
   return nn.initializers.normal(std)
 
 
+def normal_rows(std: float, rows: int):
+  """`normal` for the first rows of a matrix, 0 for those after them.
+
+  JAX draws a number from its place in the flattened array alone, so that the first rows do not
+  depend on how many follow; drawing all of them lets every device draw its own.
+  """
+
+  def initialize(key, shape, dtype=jnp.float32):
+    drawn = normal(std)(key, shape, dtype)
+    return jnp.where(jnp.arange(shape[0])[:, None] < rows, drawn, 0)
+
+  return initialize
+
+
 def declare(module: nn.Module, name: str, init, shape, axes: tuple[str | None, ...]) -> jax.Array:
   """A float32 parameter with its logical axes (deepseek_jax/sharding.py maps them to the mesh)."""
   boxed: Any = nn.with_logical_partitioning(init, axes)  # `param` takes the value out of its box

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from deepseek_jax.ops.matmul import dot_f32
 from deepseek_jax.ops.sinkhorn import sinkhorn
 
 _EXACT = jax.lax.Precision.HIGHEST
@@ -40,7 +41,8 @@ def mixing(
   c = streams_XcD.shape[-2]
   flat = streams_XcD.astype(jnp.float32)
   inverse_rms = jax.lax.rsqrt(jnp.mean(flat * flat, axis=(-2, -1)) + norm_eps)
-  mix = jnp.einsum("...cd,mcd->...m", flat, fn_McD, precision=_EXACT) * inverse_rms[..., None]
+  joined = lambda x: x.reshape(*x.shape[:-2], -1)
+  mix = dot_f32(joined(streams_XcD), joined(fn_McD)) * inverse_rms[..., None]
   pre, post, comb = jnp.split(mix, [c, 2 * c], axis=-1)
   base_pre, base_post, base_comb = jnp.split(base_M, [c, 2 * c])
   logits = (comb * scale_3[2] + base_comb).reshape(*comb.shape[:-1], c, c)
@@ -77,11 +79,13 @@ def _mix(weights_Xjk: jax.Array, streams_XjD: jax.Array) -> jax.Array:
 
 def _expand_backward(saved, d_XcD):
   y_XD, streams_XcD, post_Xc, comb_Xcc = saved
-  d32_XcD, exact = d_XcD.astype(jnp.float32), functools.partial(jnp.einsum, precision=_EXACT)
+  d32_XcD = d_XcD.astype(jnp.float32)
   d_y = jnp.sum(post_Xc[..., None] * d32_XcD, axis=-2)
   d_streams = _mix(jnp.swapaxes(comb_Xcc, -1, -2), d32_XcD)
-  d_post = exact("...d,...kd->...k", y_XD.astype(jnp.float32), d32_XcD)
-  d_comb = exact("...jd,...kd->...jk", streams_XcD.astype(jnp.float32), d32_XcD)
+  # Sums of products, not matrix products: one pass over the streams gives all of them.
+  d_post = jnp.sum(y_XD.astype(jnp.float32)[..., None, :] * d32_XcD, axis=-1)
+  old_Xc1D = streams_XcD.astype(jnp.float32)[..., :, None, :]
+  d_comb = jnp.sum(old_Xc1D * d32_XcD[..., None, :, :], axis=-1)
   return d_y.astype(y_XD.dtype), d_streams.astype(streams_XcD.dtype), d_post, d_comb
 
 

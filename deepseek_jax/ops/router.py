@@ -6,6 +6,8 @@ Legend: B rows, Q slots, X tokens, E experts, k experts per token.
 import jax
 import jax.numpy as jnp
 
+from deepseek_jax.by_slots import by_slots
+
 # Below this softplus(x) = e^x to float32 precision, and e^(x/2), its root, has a finite slope.
 _SMALL = -15.0
 
@@ -25,7 +27,8 @@ def route(
   Returns: expert_Xk int32 by descending biased score (lowest id first among equals), weight_Xk
   float32. Source: model.md section 2.7.
   """
-  _, expert_Xk = jax.lax.top_k(jax.lax.stop_gradient(scores_XE) + bias_XE, experts_per_token)
+  choose = lambda _, biased_XE, *__: jax.lax.top_k(biased_XE, experts_per_token)[1]
+  expert_Xk = by_slots(choose, jax.lax.stop_gradient(scores_XE + bias_XE))
   score_Xk = jnp.take_along_axis(scores_XE, expert_Xk, axis=-1)
   # The release adds 1e-20 to the sum; the square of that underflows in the gradient.
   total_X1 = jnp.maximum(jnp.sum(score_Xk, axis=-1, keepdims=True), 1e-18)

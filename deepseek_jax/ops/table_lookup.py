@@ -1,17 +1,57 @@
-"""Rows of a table, by number.
+"""Rows of a table, and of arrays with a table for each row of the batch, by number.
 
 Legend: X axes of the numbers, R looked-up rows, h channels of a row, B rows of the batch, N rows of
-its own that each of them has.
+its own that each of them has, S encoder slots, T decoder slots.
 """
+
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from deepseek_jax.ops.remote_rows import Ownership, remote_rows
+from deepseek_jax.sharding import mesh_axes, partition_spec
 
 
 def table_lookup(table: jax.Array, rows_XR: jax.Array, dtype) -> jax.Array:
-  """[X, R, h] rows of the table in `dtype`; row -1 reads zeros and has no gradient."""
-  taken = table[jnp.maximum(rows_XR, 0)].astype(dtype)
-  return jnp.where((rows_XR >= 0)[..., None], taken, 0)
+  """[X, R, h] rows of the table in `dtype`; row -1 reads zeros and has no gradient.
+
+  On a mesh that cuts the table by its rows, rows travel in `dtype`, and X are the rows of the batch
+  and their slots.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  whole = mesh.empty or AxisType.Manual in mesh.axis_types
+  spec = PartitionSpec() if whole else partition_spec(("table_rows", None), table.shape, mesh)
+  owners = mesh_axes(spec[0]) if spec else ()
+  if not owners:
+    taken = table[jnp.maximum(rows_XR, 0)].astype(dtype)
+    return jnp.where((rows_XR >= 0)[..., None], taken, 0)
+  names = ("batch", "slots", *(None,) * (rows_XR.ndim - 2))
+  here = len(table) // math.prod(mesh.shape[axis] for axis in owners)
+  numbers = partition_spec(names, rows_XR.shape, mesh)
+  return remote_rows(table, rows_XR, Ownership(owners, spec, (here,), numbers), dtype)
+
+
+def start_rows(xs: Any, slot_BT: jax.Array) -> Any:
+  """x[b, slot[b]] for every array [B, S, ...] of a tree; slots are in range and may repeat.
+
+  On a mesh that cuts slots, T rows travel and no array is gathered.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  rows, slots = jax.tree.leaves(xs)[0].shape[:2]
+  whole = mesh.empty or AxisType.Manual in mesh.axis_types
+  spec = PartitionSpec() if whole else partition_spec(("batch", "slots"), (rows, slots), mesh)
+  owners = mesh_axes(spec[1]) if spec else ()
+  if not owners:
+    return jax.tree.map(lambda x_BS: take_own(x_BS, slot_BT), xs)
+  pieces = lambda entry: math.prod(mesh.shape[axis] for axis in mesh_axes(entry))
+  b, s = rows // pieces(spec[0]), slots // pieces(spec[1])
+  row_B1 = jnp.arange(rows, dtype=jnp.int32)[:, None] % b
+  number_BT = (slot_BT // s * b + row_B1) * s + slot_BT % s
+  numbers = partition_spec(("batch", "slots"), slot_BT.shape, mesh)
+  return remote_rows(xs, number_BT, Ownership(owners, spec, (b, s), numbers))
 
 
 def take_own(x_BN: jax.Array, id_BX: jax.Array) -> jax.Array:

@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from configs import flash
-from configs.schema import Settings
 from deepseek_jax.ngram import hash_primes
+from deepseek_jax.sharding import make_mesh
+from deepseek_jax.training_config import MeshConfig
 from train import plan, plan_topology
 from train.errors import UsageError
-from train.plan_compile import lay_mesh
 
 pytestmark = pytest.mark.slow
 
@@ -56,12 +55,35 @@ def test_a_mesh_or_slice_that_cannot_be_is_a_sentence(words, message):
     plan.main(["--config=configs/nano.py", rows, "--topology=v5p:2x2x1", *words])
 
 
-def test_a_suggested_mesh_lies_on_the_links_of_the_slice():
+@pytest.mark.parametrize(
+  "sizes",
+  [
+    {"fsdp": 16, "expert": 32},
+    {"expert": 64, "context": 8},
+    {"replica": 2, "fsdp": 4, "expert": 8, "context": 8},
+    {"fsdp": 512},
+  ],
+  ids=str,
+)
+def test_any_mesh_of_all_chips_lies_on_the_torus(sizes):
   pytest.importorskip("libtpu")
-  topology = plan_topology.open_topology("v5p:8x8x8")
-  config = flash.get_config()
-  config.mesh.update(fsdp=16, expert=32)
-  with pytest.raises(UsageError, match="--config.mesh.fsdp=512 --config.mesh.expert=1 would fit"):
-    lay_mesh(Settings.from_dict(config.to_dict()), topology)
-  config.mesh.update(fsdp=64, expert=1, context=8)
-  assert lay_mesh(Settings.from_dict(config.to_dict()), topology).size == 512
+  mesh = make_mesh(MeshConfig(**sizes), plan_topology.open_topology("v5p:8x8x8").devices)
+  assert len({device.id for device in mesh.devices.flat}) == 512
+  if mesh.shape["context"] == 8:  # the last axis takes a whole side: its chips are a ring
+    ring = [device.coords for device in mesh.devices[0, 0, 0, :, 0]]
+    assert sum(len({place[side] for place in ring}) == 8 for side in range(3)) == 1
+
+
+def test_replicas_lie_in_whole_slices():
+  pytest.importorskip("libtpu")
+  devices = plan_topology.open_topology("v5p:2x2x1*2").devices
+  mesh = make_mesh(MeshConfig(replica=4, expert=2), devices)
+  slices = [{device.slice_index for device in replica.flat} for replica in mesh.devices]
+  assert slices == [{0}, {0}, {1}, {1}]
+  words = ["--config=configs/nano.py", "--config.data.batch_rows=8", "--topology=v5p:2x2x1*2"]
+  with pytest.raises(UsageError) as error:
+    plan.parse([*words, "--config.mesh.fsdp=8"])
+  assert list(error.value.problems) == [
+    "mesh.replica is 1, which 2 slices do not divide; only replicas may lie in several slices. "
+    "--config.mesh.fsdp=4 --config.mesh.replica=2 would fit."
+  ]

@@ -3,12 +3,14 @@
   python -m tests.bench attention|indexer|experts|loss --json F [--tokens 4096,16384,65536]
       [--ratio 1,2] [--selection random,clustered] [--implementation a,b] [--repeat 3]
   python -m tests.bench schedule --chip v5p,v6e,tpu7x --json F
+  python -m tests.bench step --config configs/small.py [--steps 30] [--profile DIR] [--json F]
 
 `make bench` runs the first four; on a CPU with tiny sizes, which says only that they work. Prints
 a table and writes one JSON document: date, device, driver, jax version, what the device can do at
 most (a bfloat16 matrix product and a copy, measured in the same run), and a record per
 implementation and shape. A case that fails or is refused leaves a record that says why. `schedule`
 needs no accelerator: it reports cycles of the TPU kernels from the compiler's final schedule.
+`step` measures the whole training step (tests/bench/step.py).
 """
 
 import argparse
@@ -17,6 +19,7 @@ import importlib
 import json
 import pathlib
 import subprocess
+import sys
 
 import jax
 from rich.console import Console
@@ -40,8 +43,11 @@ _FOREIGN = {
 
 
 def main(arguments: list[str] | None = None) -> int:
+  words = sys.argv[1:] if arguments is None else arguments
+  if words[:1] == ["step"]:
+    return importlib.import_module("tests.bench.step").main(words[1:])
   parser = _parser()
-  options = parser.parse_args(arguments)
+  options = parser.parse_args(words)
   if options.tokens and min(options.tokens) < max(options.ratio):
     parser.error(f"--tokens {min(options.tokens)} has no entry at --ratio {max(options.ratio)}")
   document = {

@@ -21,7 +21,7 @@ from deepseek_jax.checkpoint import restore_step
 from deepseek_jax.model import Model
 from deepseek_jax.sharding import make_mesh
 from train import settings as command_line
-from train.batches import open_held_out
+from train.batches import open_held_out, row_group
 from train.loop import state_items
 from train.programs import build_programs
 
@@ -59,7 +59,8 @@ def measure(settings, folder: pathlib.Path) -> list[dict]:
     items = restore_step(newest, {name: abstract[name] for name in ("params", "router")}).items
     variables = {"params": items["params"], "balance": items["router"]}
     choose = jax.jit(lambda layout: selections(settings, variables, layout))
-    for batch in islice(open_held_out(settings), -(-ROWS // settings.data.batch_rows)):
+    held_out = open_held_out(settings, row_group(settings, mesh))
+    for batch in islice(held_out, -(-ROWS // settings.data.batch_rows)):
       seen_BT = {m: end - batch.layout.entry_begin[m] for m, end in batch.layout.entry_end.items()}
       for layer, chosen_BTK in jax.device_get(choose(batch.layout)).items():
         free_BT = seen_BT[model.compress_ratios[layer]] > 2 * chosen_BTK.shape[-1]

@@ -16,20 +16,26 @@ from deepseek_jax.checkpoint.released import (
   released_parameter,
 )
 from deepseek_jax.checkpoint.safetensors_file import read_safetensors
-from deepseek_jax.config import flash
+from deepseek_jax.config import TABLE_ROWS_MULTIPLE, EngramConfig, flash
 from deepseek_jax.layout import Document, build_layout
 from deepseek_jax.model import Model
 
-CASE = pathlib.Path(__file__).resolve().parents[1] / "reference" / "minimal_csa2"
+CASES = pathlib.Path(__file__).resolve().parents[1] / "reference"
+CASE = CASES / "minimal_csa2"
 CONFIG = json.loads((CASE / "config.json").read_text())
+NO_TABLES = EngramConfig(layers=(), table_rows=())
+
+
+def shapes(cfg):
+  layout = build_layout([Document(np.arange(2))], slots=2, ratios=cfg.ratios)
+  rows = np.zeros((1, 2, len(cfg.engram.layers), cfg.engram.lookups), np.int32)
+  init = lambda key: nn.unbox(Model(cfg).init(key, layout._replace(engram_rows=rows)))
+  return jax.eval_shape(init, jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
 def abstract():
-  cfg = released_config(CONFIG, scan_layers=False)
-  layout = build_layout([Document(np.arange(2))], slots=2, ratios=cfg.ratios)
-  init = lambda key: nn.unbox(Model(cfg).init(key, layout))
-  return jax.eval_shape(init, jax.random.key(0))
+  return shapes(released_config(CONFIG, scan_layers=False))
 
 
 @pytest.fixture
@@ -67,7 +73,7 @@ def test_a_scale_covers_a_tile_of_32_by_32_and_the_last_tile_may_be_cut():
 
 
 def test_matrices_are_turned_and_heads_groups_and_experts_get_axes(abstract, tensors):
-  params = load_released(tensors, abstract)["params"]
+  params = load_released(tensors, abstract, NO_TABLES)["params"]
   layer = params["layer_1"]
   same = lambda ours, theirs: np.testing.assert_array_equal(ours, theirs.astype(np.float32))
   heads, width = CONFIG["text_config"]["num_attention_heads"], CONFIG["text_config"]["head_dim"]
@@ -85,10 +91,26 @@ def test_matrices_are_turned_and_heads_groups_and_experts_get_axes(abstract, ten
 
 
 def test_router_biases_go_to_the_balance_collection_alone(abstract, tensors):
-  variables = load_released(tensors, abstract)
+  variables = load_released(tensors, abstract, NO_TABLES)
   bias = variables["balance"]["layer_0"]["moe"]["bias"]
   np.testing.assert_array_equal(bias, tensors["layers.0.ffn.gate.bias"])
   assert "bias" not in variables["params"]["layer_0"]["moe"]
+
+
+def test_a_table_is_followed_by_zero_rows_and_must_have_exactly_its_own():
+  folder = CASES / "engram"
+  tensors = read_safetensors(folder / "weights.safetensors")
+  cfg = released_config(json.loads((folder / "config.json").read_text()), scan_layers=False)
+  names = [f"layers.{layer}.engram.embed.weight" for layer in cfg.engram.layers]
+  loaded = load_released(tensors, shapes(cfg), cfg.engram)["params"]
+  for layer, name, rows in zip(cfg.engram.layers, names, cfg.engram.table_rows, strict=True):
+    table = loaded[f"layer_{layer}"]["engram"]["table"]
+    scale = tensors[name.removesuffix("weight") + "scale"]
+    np.testing.assert_array_equal(table[:rows], dequantize(tensors[name], scale))
+    assert len(table) % TABLE_ROWS_MULTIPLE == 0 and not table[rows:].any()
+  tensors[names[0]] = tensors[names[0]][:-1]
+  with pytest.raises(ValueError, match=rf"^misshapen tensor {names[0]}: [^;]* does not fit [^;]*$"):
+    load_released(tensors, shapes(cfg), cfg.engram)
 
 
 def test_every_problem_is_named_at_once(abstract, tensors):
@@ -96,7 +118,7 @@ def test_every_problem_is_named_at_once(abstract, tensors):
   tensors["layers.9.attn_norm.weight"] = np.ones(4, np.float32)
   tensors["head.weight"] = tensors["head.weight"].T
   with pytest.raises(ValueError, match="missing tensor") as error:
-    load_released(tensors, abstract)
+    load_released(tensors, abstract, NO_TABLES)
   for problem in (
     "missing tensor layers.2.ffn.gate.bias",
     "missing tensor norm.weight",
@@ -108,26 +130,20 @@ def test_every_problem_is_named_at_once(abstract, tensors):
 
 def test_tensors_of_parts_that_we_do_not_hold_may_stay_unused(abstract, tensors):
   tensors["mtp.0.norm.weight"] = np.ones(4, np.float32)
-  load_released(tensors, abstract, ignore=("mtp.",))
+  load_released(tensors, abstract, NO_TABLES, ignore=("mtp.",))
   with pytest.raises(ValueError, match=r"^unused tensor mtp.0.norm.weight.$"):
-    load_released(tensors, abstract)
+    load_released(tensors, abstract, NO_TABLES)
 
 
 def test_an_expert_that_is_missing_is_named(abstract, tensors):
   del tensors["layers.1.ffn.experts.2.w3.weight"]
   with pytest.raises(ValueError, match="missing tensor layers.1.ffn.experts.2.w3.weight"):
-    load_released(tensors, abstract)
+    load_released(tensors, abstract, NO_TABLES)
 
 
 def test_every_parameter_of_the_release_has_a_name():
-  cfg = flash(scan_layers=False)
-  layout = build_layout([Document(np.arange(2))], slots=2, ratios=cfg.ratios)
-  shape = (1, 2, len(cfg.engram.layers), cfg.engram.lookups)
-  layout = layout._replace(engram_rows=np.zeros(shape, np.int32))
-  init = lambda key: nn.unbox(Model(cfg).init(key, layout))
-  variables = jax.eval_shape(init, jax.random.key(0))
   names = []
-  for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
+  for path, leaf in jax.tree_util.tree_leaves_with_path(shapes(flash(scan_layers=False))):
     names += released_parameter("/".join(k.key for k in path[1:]), leaf.shape).names
   assert len(names) == len(set(names))
   assert "layers.39.ffn.experts.383.w2.weight" in names and "layers.14.engram.embed.weight" in names

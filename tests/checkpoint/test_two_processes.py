@@ -16,7 +16,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from deepseek_jax.checkpoint import Checkpoints
+from deepseek_jax.checkpoint import Checkpoints, verify_step
+from deepseek_jax.storage_path import storage_path
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = (1, 2, 3)
@@ -44,14 +45,17 @@ def work(folder: str, verb: str) -> None:
   checkpoints.close()
 
 
-def together(folder: pathlib.Path, verb: str, count: int) -> list[str]:
-  """Runs the processes and returns what each printed."""
+def together(
+  folder: pathlib.Path, verb: str, count: int, checkpoints: str | None = None
+) -> list[str]:
+  """Runs the processes and returns what each printed; their output is in the folder."""
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
   processes = []
   for index in range(count):
-    arguments = [str(folder / "checkpoints"), verb, str(index), str(count), str(port)]
+    where = checkpoints or str(folder / "checkpoints")
+    arguments = [where, verb, str(index), str(count), str(port)]
     with open(folder / f"output{index}", "w") as output:
       process = subprocess.Popen(
         [sys.executable, __file__, *arguments],
@@ -81,6 +85,21 @@ def test_what_two_processes_saved_two_and_one_restore(tmp_path):
   first, second = together(tmp_path, "restore", 2)
   assert "Checkpoint 3 is damaged (data/metadata differs from its SHA-256)" in first
   for printed in (first, second, *together(tmp_path, "restore", 1)):
+    assert "restored 2 {'next': 2}" in printed
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_work_on_a_step_in_a_store(tmp_path, s3):
+  url = f"{s3}/run"
+  together(tmp_path, "save", 2, url)
+  names = storage_path(url).names_below()
+  assert {name.partition("/")[0] for name in names} == {"2", "3"}
+  assert not [name for name in names if "/parts/" in name]
+  assert verify_step(f"{url}/2") == verify_step(f"{url}/3") == []
+  storage_path(f"{url}/3/data.json").write_bytes(b"{}")
+  first, second = together(tmp_path, "restore", 2, url)
+  assert "Checkpoint 3 is damaged (data.json has 2 bytes instead of 11)" in first
+  for printed in (first, second, *together(tmp_path, "restore", 1, url)):
     assert "restored 2 {'next': 2}" in printed
 
 

@@ -11,7 +11,8 @@ import time
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TRAINING = ("--config", str(ROOT / "configs" / "nano.py"))
+# Rows for as many devices as the tests ask for.
+TRAINING = ("--config", str(ROOT / "configs" / "nano.py"), "--config.data.batch_rows=64")
 PATIENCE = 20  # seconds, on a busy machine
 
 # What a child does, in order: one word per start, the last one for all further starts.

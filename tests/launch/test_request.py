@@ -49,14 +49,15 @@ def test_a_mesh_that_does_not_fill_the_machines_is_told_what_would(capsys):
   words = arguments("--topology=h200:8", "--config.mesh.expert=2")
   assert refusal(capsys, "slurm", *words) == [
     "The axes of mesh (replica 1 * fsdp 1 * expert 2 * context 1 * tensor 1) multiply to 2, but "
-    "h200:8 has 8 devices; --config.mesh.fsdp=4 would fit."
+    "the number of devices is 8. --config.mesh.fsdp=4 would fit."
   ]
 
 
 def test_only_replicas_lie_in_several_slices(capsys):
   words = arguments("--topology=v5p:2x2x1", "--slices=2", "--zone=z", "--config.mesh.fsdp=8")
   assert refusal(capsys, "tpu-vm", *words) == [
-    "mesh.replica is 1, which 2 slices do not divide; only replicas may lie in several slices."
+    "mesh.replica is 1, which 2 slices do not divide; only replicas may lie in several slices. "
+    "--config.mesh.fsdp=4 --config.mesh.replica=2 would fit."
   ]
 
 

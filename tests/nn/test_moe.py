@@ -38,8 +38,18 @@ def experts():
   """Module, parameters, and value with gradients of any loss of its output, compiled once."""
   module = RoutedExperts(CFG)
   expert_Xk = jnp.asarray(LOADS["mixed"], jnp.int32)
-  init = jax.jit(lambda key: nn.unbox(module.init(key, jnp.zeros((X, D)), expert_Xk, expert_Xk)))
-  return jax.jit(with_gradients(module.apply)), init(jax.random.key(0))
+  init = jax.jit(
+    lambda key: nn.unbox(module.init(key, *one_row(random(0, X, D), *2 * [expert_Xk])))
+  )
+  return jax.jit(with_gradients(apply_to_one_row(module))), init(jax.random.key(0))
+
+
+def one_row(*arrays):
+  return tuple(x_X[None] for x_X in arrays)
+
+
+def apply_to_one_row(module):
+  return lambda variables, *arrays: module.apply(variables, *one_row(*arrays))[0][0]
 
 
 def with_gradients(apply):
@@ -116,7 +126,7 @@ def test_the_vision_bias_moves_image_slots_alone_and_the_text_bias_the_others(mo
 
 def test_loads_count_text_and_vision_slots_apart_and_leave_padding_out(moe):
   run, variables = moe
-  _, load_text_E, load_vision_E, _ = run(variables, random(1, B, Q, D), IS_VISION_BQ, COUNTS_BQ)
+  _, load_text_E, load_vision_E, *_ = run(variables, random(1, B, Q, D), IS_VISION_BQ, COUNTS_BQ)
   assert load_text_E.sum() == K * np.sum(~IS_VISION_BQ & COUNTS_BQ)
   assert load_vision_E.sum() == K * np.sum(IS_VISION_BQ & COUNTS_BQ)
 
@@ -153,8 +163,9 @@ def test_products_see_activations_in_fp8_where_the_stage_says_so():
   plain, rounded = (
     RoutedExperts(dataclasses.replace(CFG, numerics=n, **sizes)) for n in (CFG.numerics, rounding)
   )
-  variables = nn.unbox(jax.jit(plain.init)(jax.random.key(0), x_XD, expert_Xk, weight_Xk))
-  exact = jax.jit(plain.apply)(variables, x_XD, expert_Xk, weight_Xk)
-  coarse = jax.jit(rounded.apply)(variables, x_XD, expert_Xk, weight_Xk)
+  arrays = one_row(x_XD, expert_Xk, weight_Xk)
+  variables = nn.unbox(jax.jit(plain.init)(jax.random.key(0), *arrays))
+  exact, _ = jax.jit(plain.apply)(variables, *arrays)
+  coarse, _ = jax.jit(rounded.apply)(variables, *arrays)
   error = np.linalg.norm(coarse - exact) / np.linalg.norm(exact)
   assert 1e-3 < error < 0.1

@@ -11,6 +11,7 @@ from configs import nano
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.layout import Document, build_layout
 from deepseek_jax.model import Model
+from deepseek_jax.nn import parameters
 
 # Roles by the last name of the path; every other name belongs to a matrix, embedding or table.
 ONES = {"norm", "q_norm", "kv_norm", "k_norm", "attn_norm", "ffn_norm", "q_weight", "k_weight"}
@@ -68,12 +69,22 @@ def test_matrices_embeddings_and_tables_are_normal_with_the_configured_deviation
   scores = []
   for path, leaf in leaves.items():
     if path[-1] in MATRICES:
+      leaf = leaf[: cfg.engram.table_rows[0]] if path[-1] == "table" else leaf
       deviation = leaf.std() / cfg.init_std
       assert deviation == pytest.approx(1, abs=5 / np.sqrt(2 * leaf.size)), path
       assert abs(leaf.mean()) < 5 * cfg.init_std / np.sqrt(leaf.size), path
       scores.append(leaf.ravel() / cfg.init_std)
   scores = np.concatenate(scores)
   assert np.mean(scores**4) == pytest.approx(3, rel=0.05)  # of a normal, and of no uniform
+
+
+def test_rows_after_a_table_s_own_start_at_zero_and_change_none_of_them(leaves, cfg):
+  [table] = [leaf for path, leaf in leaves.items() if path[-1] == "table"]
+  rows = cfg.engram.table_rows[0]
+  assert len(table) == cfg.engram.stored_rows[0] > rows and not table[rows:].any()
+  key, real = jax.random.key(1), (rows, cfg.engram.head_dim)  # JAX's default kind of key
+  drawn = parameters.normal_rows(cfg.init_std, rows)(key, table.shape)
+  np.testing.assert_array_equal(drawn[:rows], parameters.normal(cfg.init_std)(key, real))
 
 
 def test_no_two_matrices_start_equal(leaves):

@@ -28,7 +28,7 @@ def batch(*rows):
 
 def aux(balance, kl):
   loads = jnp.zeros((*np.shape(balance), EXPERTS))
-  return LayerAux(loads, loads, jnp.asarray(balance), jnp.asarray(kl))
+  return LayerAux(loads, loads, jnp.asarray(balance), jnp.asarray(kl), jnp.ones(np.shape(balance)))
 
 
 def output(layout):

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from deepseek_jax.ops import expert_exchange
+from deepseek_jax.ops.expert_exchange import routes as expert_routes
 
 X, K, E, D = 24, 2, 5, 3
 LOADS = {
@@ -19,7 +19,7 @@ block_sizes = pytest.mark.parametrize("block_rows", [1, 4, 8])
 
 def plan(load, block_rows):
   expert_Xk = LOADS[load].astype(np.int32)
-  make = jax.jit(lambda e: expert_exchange.plan(e, E, block_rows=block_rows))
+  make = jax.jit(lambda e: expert_routes.plan(e, E, block_rows=block_rows))
   return expert_Xk, make(expert_Xk)
 
 
@@ -47,12 +47,12 @@ def test_every_copy_has_a_row_of_its_own_in_its_expert_s_blocks(load, block_rows
 def test_rows_hold_their_token_and_padding_holds_zeros(load, block_rows):
   expert_Xk, routes = plan(load, block_rows)
   x_XD = whole_numbers(len(expert_Xk), D)
-  rows_PD = np.asarray(expert_exchange.to_experts(x_XD, routes))
+  rows_PD = np.asarray(expert_routes.to_experts(x_XD, routes))
   np.testing.assert_array_equal(rows_PD[routes.row_Xk], np.repeat(x_XD[:, None], K, 1))
   used = np.zeros(len(rows_PD), bool)
   used[np.asarray(routes.row_Xk).ravel()] = True
   assert not np.any(rows_PD[~used])
-  weight_P = expert_exchange.weights_to_experts(np.ones(expert_Xk.shape, np.float32), routes)
+  weight_P = expert_routes.weights_to_experts(np.ones(expert_Xk.shape, np.float32), routes)
   np.testing.assert_array_equal(weight_P, used)
 
 
@@ -61,14 +61,14 @@ def test_there_and_back_are_transposes_and_each_other_s_gradient(load):
   expert_Xk, routes = plan(load, 4)
   x_XD = whole_numbers(len(expert_Xk), D)
   y_PD = whole_numbers(len(routes.token_P), D, seed=1)
-  there, there_vjp = jax.vjp(lambda x: expert_exchange.to_experts(x, routes), x_XD)
-  back, back_vjp = jax.vjp(lambda y: expert_exchange.from_experts(y, routes), y_PD)
+  there, there_vjp = jax.vjp(lambda x: expert_routes.to_experts(x, routes), x_XD)
+  back, back_vjp = jax.vjp(lambda y: expert_routes.from_experts(y, routes), y_PD)
   assert np.sum(there * y_PD) == np.sum(x_XD * back)  # whole numbers: no rounding
   np.testing.assert_array_equal(there_vjp(y_PD)[0], back)
   np.testing.assert_array_equal(back_vjp(x_XD)[0], there)
 
   weight_Xk = whole_numbers(*expert_Xk.shape)
-  rows, vjp = jax.vjp(lambda w: expert_exchange.weights_to_experts(w, routes), weight_Xk)
+  rows, vjp = jax.vjp(lambda w: expert_routes.weights_to_experts(w, routes), weight_Xk)
   d_P = whole_numbers(len(rows), seed=2)
   assert np.sum(rows * d_P) == np.sum(weight_Xk * vjp(d_P)[0])
 
@@ -77,7 +77,7 @@ def test_copies_add_up_in_float32():
   _, routes = plan("one token", 1)
   y_PD = np.zeros((len(routes.token_P), 1), np.float32)
   y_PD[np.asarray(routes.row_Xk)[0], 0] = 1.0, 2.0**-9
-  out = expert_exchange.from_experts(jax.numpy.asarray(y_PD, "bfloat16"), routes)
+  out = expert_routes.from_experts(jax.numpy.asarray(y_PD, "bfloat16"), routes)
   assert out.dtype == np.float32 and out[0, 0] == 1 + 2.0**-9
 
 
@@ -86,6 +86,6 @@ def test_padded_rows_suffice_for_the_worst_load(block_rows):
   """The worst: every expert but one gets a single token."""
   expert_Xk = np.zeros((X, 1), np.int32)
   expert_Xk[: E - 1, 0] = np.arange(1, E)
-  routes = expert_exchange.plan(expert_Xk, E, block_rows=block_rows)
-  assert routes.group_rows_E.sum() <= expert_exchange.padded_rows(X, E, block_rows)
+  routes = expert_routes.plan(expert_Xk, E, block_rows=block_rows)
+  assert routes.group_rows_E.sum() <= expert_routes.padded_rows(X, E, block_rows)
   assert len(routes.token_P) % block_rows == 0

@@ -10,7 +10,8 @@ from deepseek_jax.types import LayerAux
 
 def aux(text, vision):
   zero = jnp.zeros(np.shape(text)[:-1])
-  return LayerAux(jnp.asarray(text, jnp.float32), jnp.asarray(vision, jnp.float32), zero, zero)
+  loads = jnp.asarray(text, jnp.float32), jnp.asarray(vision, jnp.float32)
+  return LayerAux(*loads, balance=zero, indexer_kl=zero, rounds=zero)
 
 
 def biases(*shape, value=0.0):

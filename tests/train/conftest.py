@@ -1,6 +1,5 @@
 """Runs of the smallest configuration on a little text, in this process or in one of their own."""
 
-import json
 import os
 import pathlib
 import subprocess
@@ -11,7 +10,8 @@ import jax
 import pytest
 
 from data.prepare.run import PrepareRequest, prepare
-from train import settings
+from deepseek_jax.storage_path import RemotePath
+from train import metric_lines, settings
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SLOTS, VOCAB = 64, 300
@@ -88,8 +88,8 @@ class Runs:
     return self._output(workdir).read_text()
 
   def lines(self, workdir):
-    """The lines of metrics.jsonl, without what a clock decides."""
-    found = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    """The lines of the metrics, without what a clock decides."""
+    found = metric_lines.read(workdir)
     return [{k: v for k, v in line.items() if k not in TIMING} for line in found]
 
   def wait_for_step(self, workdir, step, process):
@@ -102,4 +102,6 @@ class Runs:
       time.sleep(0.002)
 
   def _output(self, workdir):
+    if isinstance(workdir, RemotePath):
+      return self.data.with_name(f"{workdir.bucket}-{workdir.name}.output")
     return workdir.with_name(f"{workdir.name}.output")

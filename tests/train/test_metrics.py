@@ -15,7 +15,8 @@ import pytest
 import rich.console
 from tensorboardX.proto import event_pb2
 
-from train.metrics import MetricsWriter, cut_after
+from train.metric_lines import cut_after
+from train.metrics import MetricsWriter
 from train.progress import Progress
 
 ROOT = pathlib.Path(__file__).parents[2]

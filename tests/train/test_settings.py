@@ -164,10 +164,11 @@ def test_all_kinds_of_wrong_arguments_are_named_at_once():
   [
     ("mesh.fsdp=2", "multiply to 2, but the number of devices is 1."),
     ("mesh.expert=3", "mesh.expert is 3, which does not divide model.moe.experts (4)."),
+    ("mesh.context=16", "model.attention.window - 1 (7). --config.mesh.context=8 would fit."),
     ("model.attention.heads=3", "model.attention.heads (3) must be a multiple of o_groups (2)."),
     ("model.kv_sources=(3,)", "Layer 1 reads compressed entries, but no KV source stands before"),
     ("data.slots=63", "data.slots (63) must be a multiple of every compression ratio"),
-    ("data.batch_rows=3", "must be a multiple of mesh.replica * mesh.fsdp * accumulation"),
+    ("data.batch_rows=3", "must be a multiple of mesh.replica * mesh.fsdp * mesh.expert * accu"),
     ("optim.warmup_steps=9", "optim.warmup_steps (9) must be below total_steps (8)."),
     ("optim.final_lr=1", "optim.final_lr (1.0) must not exceed optim.peak_lr (0.003)."),
     ("optim.beta2=1", "optim.beta2 must be at least 0 and less than 1, got 1.0."),

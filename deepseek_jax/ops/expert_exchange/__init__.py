@@ -1,82 +1,216 @@
-"""Moves tokens to their experts' rows and back, without dropping any.
+"""Tokens travel to the devices that hold their experts and back; none is dropped at any load.
 
-Every expert owns a run of rows that starts at a multiple of `block_rows` and is padded with zero
-rows to one, so that a block of rows belongs to one expert. Moving there and moving back are each
-other's transpose, and both are gathers.
-Legend: X tokens, k experts per token, E experts, P padded rows, D width.
+Inside a device every expert's tokens lie together (`routes`); between devices rows move in rounds
+of a bounded buffer (`ops/exchange.py`).
+
+Legend: B rows, Q slots, X = B Q tokens, D width, E experts, k experts per token, P padded expert
+rows, n devices along the axes that experts are split on, L experts of a device, C rows that one
+device receives in a round.
 """
 
-from typing import NamedTuple
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, PartitionSpec
+
+from deepseek_jax.by_slots import gathered
+from deepseek_jax.ops import exchange
+from deepseek_jax.ops.expert_exchange import routes
+from deepseek_jax.ops.grouped_matmul import grouped_matmul
+from deepseek_jax.sharding import Names, mesh_axes, partition_spec
+
+# (multiply, x_PD, weight_P, *matrices) -> y_PD, row by row; multiply(x, matrix) takes each row
+# times the matrix of its expert.
+FeedForward = Callable[..., jax.Array]
 
 
-class Routes(NamedTuple):
-  row_Xk: jax.Array  # int32 padded row of each token's copies
-  token_P: jax.Array  # int32 flat index x * k + choice of each row, X * k in padding
-  group_rows_E: jax.Array  # int32 rows of each expert, a multiple of block_rows
+# Not by_slots.KEPT: a model that keeps attention may not want to keep these, which are larger.
+_ROWS = "rows of experts"
 
 
-def plan(expert_Xk: jax.Array, experts: int, *, block_rows: int) -> Routes:
-  """Lays tokens out by expert. Row counts are data; the number of padded rows is not."""
-  flat_Y = expert_Xk.reshape(-1)
-  copies = flat_Y.shape[0]
-  rows = padded_rows(copies, experts, block_rows)
-  order_Y = jnp.argsort(flat_Y, stable=True)
-  load_E = jnp.sum(flat_Y[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
-  group_rows_E = -(-load_E // block_rows) * block_rows
-  # A token's row: where its expert's run starts, plus how many copies sort before it in the run.
-  shift_E = (jnp.cumsum(group_rows_E) - group_rows_E) - (jnp.cumsum(load_E) - load_E)
-  sorted_row_Y = jnp.arange(copies, dtype=jnp.int32) + shift_E[flat_Y[order_Y]]
-  token_P = jnp.full(rows, copies, jnp.int32).at[sorted_row_Y].set(order_Y.astype(jnp.int32))
-  row_Y = jnp.zeros(copies, jnp.int32).at[order_Y].set(sorted_row_Y)
-  return Routes(row_Y.reshape(expert_Xk.shape), token_P, group_rows_E)
+class _Setup(NamedTuple):
+  """What is known while tracing."""
+
+  feed_forward: FeedForward
+  specs: tuple[PartitionSpec, ...]  # of the matrices
+  axes: tuple[str, ...]  # of the mesh, that experts are split on
+  devices: int  # n
+  every_axis: tuple[str, ...]
+  receive_factor: float
+
+  def capacity(self, copies: int) -> int:
+    """C, where a device has so many copies to send."""
+    return min(math.ceil(self.receive_factor * copies), self.devices * copies)
 
 
-def padded_rows(copies: int, experts: int, block_rows: int) -> int:
-  """Rows that suffice for any load: each expert wastes less than one block."""
-  return (copies + experts * (block_rows - 1)) // block_rows * block_rows
+class _Home(NamedTuple):
+  """Where the tokens of this device go."""
+
+  routes: routes.Routes  # its copies, ordered by expert
+  load_nE: jax.Array  # int32 copies that each device sends to each expert
 
 
-def _gather_or_zero(x, index):
-  """x[index], zero where index is one past the end."""
-  taken = x[jnp.minimum(index, x.shape[0] - 1)]
-  shape = index.shape + (1,) * (taken.ndim - index.ndim)
-  return jnp.where((index < x.shape[0]).reshape(shape), taken, 0)
+def apply_experts(
+  feed_forward: FeedForward,
+  x_BQD: jax.Array,
+  expert_BQk: jax.Array,
+  weight_BQk: jax.Array,
+  matrices: Sequence[tuple[jax.Array, Names]],
+  *,
+  receive_factor: float,
+) -> tuple[jax.Array, jax.Array]:
+  """sum over a token's experts of feed_forward(token, weight), summed in float32.
+
+  On a mesh every device routes the tokens that it holds. What a device receives at a time is at
+  most receive_factor times what it would receive under an even load; an uneven one takes rounds.
+
+  Args:
+    feed_forward: see FeedForward.
+    x_BQD: tokens in the compute dtype.
+    expert_BQk: int32.
+    weight_BQk: float32.
+    matrices: float32 [E, ...] with their logical axes, the first of which is "experts"; they are
+      cast to x's dtype before they travel, and their gradients are summed in float32.
+    receive_factor: at least 1.
+
+  Returns: [B, Q, D] float32 and the number of rounds, float32 [].
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
+    cast = [w.astype(x_BQD.dtype) for w, _ in matrices]
+    x, expert, weight = _flat(x_BQD), _flat(expert_BQk), _flat(weight_BQk)
+    size = routes.block_rows(expert.size, len(cast[0]))
+    out_XD = _on_this_device(feed_forward, x, expert, weight, cast, size)
+    return out_XD.reshape(x_BQD.shape), jnp.ones((), jnp.float32)
+
+  specs = tuple(partition_spec(names, w.shape, mesh) for w, names in matrices)
+  leading = partition_spec(("batch", "slots"), x_BQD.shape[:2], mesh)
+  axes = mesh_axes(specs[0][0])
+  devices = math.prod(mesh.shape[axis] for axis in axes)
+  setup = _Setup(feed_forward, specs, axes, devices, mesh.axis_names, receive_factor)
+  # The backward pass gathers the matrices again, and computes nothing else again. Inside another
+  # checkpoint, which gathers them again too, XLA makes one gather of both: hence prevent_cse.
+  kept = jax.checkpoint_policies.save_only_these_names(_ROWS)
+  split = jax.shard_map(
+    jax.checkpoint(functools.partial(_on_mesh, setup), policy=kept, prevent_cse=False),
+    in_specs=(leading, leading, leading, specs),
+    out_specs=(leading, PartitionSpec()),
+    check_vma=False,  # kernels do not say along which axes their results vary
+  )
+  return split(x_BQD, expert_BQk, weight_BQk, tuple(w for w, _ in matrices))
 
 
-@jax.custom_vjp
-def to_experts(x_XD: jax.Array, routes: Routes) -> jax.Array:
-  """[X, D] tokens -> [P, D] rows; padding rows are zero."""
-  return _gather_or_zero(x_XD, routes.token_P // routes.row_Xk.shape[1])
+def _flat(x_BQ: jax.Array) -> jax.Array:
+  return x_BQ.reshape(-1, x_BQ.shape[-1])
 
 
-@jax.custom_vjp
-def from_experts(y_PD: jax.Array, routes: Routes) -> jax.Array:
-  """[P, D] rows -> [X, D]: the float32 sum of each token's copies."""
-  return jnp.sum(y_PD[routes.row_Xk].astype(jnp.float32), axis=1)
+def _kept(tree: Any) -> Any:
+  """Marks what the backward pass reads instead of computing it again."""
+  return jax.tree.map(lambda x: checkpoint_name(x, _ROWS), tree)
 
 
-@jax.custom_vjp
-def weights_to_experts(weight_Xk: jax.Array, routes: Routes) -> jax.Array:
-  """[X, k] routing weights -> [P], zero in padding."""
-  return _gather_or_zero(weight_Xk.reshape(-1), routes.token_P)
+def _on_this_device(feed_forward, x_XD, expert_Xk, weight_Xk, matrices, block_rows):
+  """[X, D] float32; what it returns for a copy that is none (routes.plan) means nothing."""
+  to = _kept(routes.plan(expert_Xk, len(matrices[0]), block_rows=block_rows))
+  multiply = lambda x_PK, w_EKN: _kept(
+    grouped_matmul(x_PK, w_EKN, to.group_rows_E, block_rows=block_rows)
+  )
+  x_PD = _kept(routes.to_experts(x_XD, to))
+  weight_P = _kept(routes.weights_to_experts(weight_Xk, to))
+  return routes.from_experts(feed_forward(multiply, x_PD, weight_P, *matrices), to)
 
 
-def _like(x):
-  return jnp.zeros((0,), x.dtype)  # carries a dtype to the backward pass
+def _on_mesh(setup: _Setup, x_BQD, expert_BQk, weight_BQk, matrices):
+  """The share of one device, inside shard_map."""
+  x, expert, weight = _flat(x_BQD), _flat(expert_BQk), _flat(weight_BQk)
+  if not setup.axes:
+    whole, size = (
+      _gather(setup, matrices, x.dtype),
+      routes.block_rows(expert.size, len(matrices[0])),
+    )
+    out_XD = _on_this_device(setup.feed_forward, x, expert, weight, whole, size)
+    return out_XD.reshape(x_BQD.shape), jnp.ones((), jnp.float32)
+
+  to = routes.plan(expert, setup.devices * len(matrices[0]), block_rows=1)
+  home = _kept(_Home(to, jax.lax.all_gather(to.group_rows_E, setup.axes)))
+  out_XD = _one_round(setup, 0, (x, weight, matrices), home)
+  rounds, capacity = jnp.ones((), jnp.int32), setup.capacity(expert.size)
+  if capacity < setup.devices * expert.size:
+    # Devices meet in every round, so that all take as many as the one that needs most.
+    most = exchange.rounds(_sizes(home.load_nE), capacity)
+    rounds = _kept(jax.lax.pmax(most, setup.every_axis))
+    floats = x, weight, matrices
+    out_XD: Any = _add_other_rounds(setup, out_XD, rounds, floats, home)  # custom_vjp has no types
+  return out_XD.reshape(x_BQD.shape), rounds.astype(jnp.float32)
 
 
-to_experts.defvjp(
-  lambda x, routes: (to_experts(x, routes), (routes, _like(x))),
-  lambda saved, d_PD: (from_experts(d_PD, saved[0]).astype(saved[1].dtype), None),
-)
-from_experts.defvjp(
-  lambda y, routes: (from_experts(y, routes), (routes, _like(y))),
-  lambda saved, d_XD: (to_experts(d_XD, saved[0]).astype(saved[1].dtype), None),
-)
-weights_to_experts.defvjp(
-  lambda w, routes: (weights_to_experts(w, routes), routes),
-  lambda routes, d_P: (d_P[routes.row_Xk], None),
+def _sizes(load_nE: jax.Array) -> jax.Array:
+  """int32 [n, n]: copies that each device sends to each."""
+  n = len(load_nE)
+  return jnp.sum(load_nE.reshape(n, n, -1), axis=-1)
+
+
+def _gather(setup: _Setup, matrices, dtype):
+  pairs = zip(matrices, setup.specs, strict=True)
+  return [gathered(w, spec, dtype, setup.axes) for w, spec in pairs]
+
+
+def _one_round(setup: _Setup, round_, floats, home: _Home) -> jax.Array:
+  """[X, D] float32: what the copies of this round add to the tokens of this device."""
+  x_XD, weight_Xk, matrices = floats
+  copies, me = home.routes.row_Xk.size, jax.lax.axis_index(setup.axes)
+  capacity = setup.capacity(copies)
+  here = _kept(exchange.segments(_sizes(home.load_nE), me, round_, capacity))
+  there = lambda x_Y: exchange.there(x_Y, here, setup.axes, capacity)
+  expert_C1 = _expert_of_row(home.load_nE, me, round_, capacity)[:, None]
+  x_CD = there(routes.to_experts(x_XD, home.routes))
+  weight_C1 = there(routes.weights_to_experts(weight_Xk, home.routes))[:, None]
+  whole, size = _gather(setup, matrices, x_XD.dtype), routes.block_rows(copies, len(matrices[0]))
+  y_CD = _on_this_device(setup.feed_forward, x_CD, expert_C1, weight_C1, whole, size)
+  y_YD = exchange.back(y_CD.astype(x_XD.dtype), here, setup.axes, copies)
+  return routes.from_experts(y_YD, home.routes)
+
+
+def _expert_of_row(load_nE: jax.Array, me: jax.Array, round_, capacity: int) -> jax.Array:
+  """[C] int32: which of my experts each row that I receive is for; L in places that stay empty.
+
+  My queue is ordered by source and, in what a source sends, by expert.
+  """
+  n = len(load_nE)
+  load_nL = load_nE.reshape(n, n, -1)[:, me]
+  end_nL = jnp.cumsum(load_nL.reshape(-1))
+  place_C = round_ * capacity + jnp.arange(capacity)
+  local = load_nL.shape[1]
+  # A binary search would be a loop, and in a loop a GPU waits for the host.
+  run_C = jnp.searchsorted(end_nL, place_C, side="right", method="compare_all")
+  return jnp.where(place_C < end_nL[-1], run_C % local, local).astype(jnp.int32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add_other_rounds(setup: _Setup, out_XD, rounds, floats, home: _Home) -> jax.Array:
+  """Rounds 1, 2, ... until every queue is empty, usually none; each runs again backwards."""
+  add = lambda r, out_XD: out_XD + _one_round(setup, r, floats, home)
+  return jax.lax.fori_loop(1, rounds, add, out_XD)
+
+
+def _backward(setup: _Setup, saved, d_out_XD):
+  rounds, floats, home = saved
+
+  def add(r, total):
+    _, vjp = jax.vjp(lambda floats: _one_round(setup, r, floats, home), floats)
+    return jax.tree.map(lambda t, d: t + d.astype(jnp.float32), total, vjp(d_out_XD)[0])
+
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), floats)
+  total = jax.lax.fori_loop(1, rounds, add, zeros)
+  d_floats = jax.tree.map(lambda d, x: d.astype(x.dtype), total, floats)
+  return d_out_XD, None, d_floats, None
+
+
+_add_other_rounds.defvjp(
+  lambda setup, out, *rest: (_add_other_rounds(setup, out, *rest), rest), _backward
 )

@@ -88,6 +88,8 @@ def _backward(block_rows, saved, d_y_PN):
 _grouped_matmul.defvjp(_forward, _backward)
 
 
+# Jitted for dispatch.once's reason.
+@functools.partial(jax.jit, static_argnames=("block_rows", "transposed"))
 def _rows_times_matrix(x_PK, w_GKN, group_rows_G, block_rows: int, *, transposed: bool):
   """[P, N]: each row times its group's matrix, or times its transpose."""
   rows, depth = x_PK.shape
@@ -104,6 +106,7 @@ def _rows_times_matrix(x_PK, w_GKN, group_rows_G, block_rows: int, *, transposed
   return _launch(product, jax.ShapeDtypeStruct((rows, width), x_PK.dtype), x_PK, w_GKN, *table)
 
 
+@functools.partial(jax.jit, static_argnames=("block_rows",))
 def _rows_times_rows(x_PK, d_y_PN, group_rows_G, block_rows: int):
   """[G, K, N]: sum over a group's rows of their outer products."""
   groups, width_in, width_out = group_rows_G.shape[0], x_PK.shape[1], d_y_PN.shape[1]
@@ -137,7 +140,9 @@ def _row_tiles(group_rows_G, rows: int, steps: int):
   tiles_G = -(-size_G // _ROWS)
   end_tile_G = jnp.cumsum(tiles_G)
   tile_T = jnp.arange(rows // _ROWS + groups + 1, dtype=jnp.int32)
-  group_T = jnp.minimum(jnp.searchsorted(end_tile_G, tile_T, side="right"), groups)
+  # A binary search would be a loop, and in a loop a GPU waits for the host.
+  group_T = jnp.searchsorted(end_tile_G, tile_T, side="right", method="compare_all")
+  group_T = jnp.minimum(group_T, groups)
   start_T = begin_G[group_T] + (tile_T - (end_tile_G - tiles_G)[group_T]) * _ROWS
   rows_T = jnp.clip(begin_G[group_T] + size_G[group_T] - start_T, 0, _ROWS)
   steps_T = jnp.where(group_T < groups, steps, 0)

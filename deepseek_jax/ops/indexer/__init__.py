@@ -40,11 +40,12 @@ class Selected(NamedTuple):
   scores_BQN: jax.Array | None  # float32, minus infinity where nothing is visible
 
 
+_STATIC = "choice", "with_scores"
 _SELECT = {
   "reference": reference.select,
   "xla": xla.select,
-  "pallas_gpu": dispatch.on_demand(f"{__name__}.pallas_gpu", "select"),
-  "pallas_tpu": dispatch.on_demand(f"{__name__}.pallas_tpu", "select"),
+  "pallas_gpu": dispatch.on_demand(f"{__name__}.pallas_gpu", "select", *_STATIC),
+  "pallas_tpu": dispatch.on_demand(f"{__name__}.pallas_tpu", "select", *_STATIC),
 }
 _DIVERGENCE = {
   "reference": reference.divergence,

@@ -76,7 +76,7 @@ def _plan_with(name: str, selection_BQK, entry_kv_BNd, q_BQHd, *, window: int):
   backend = _backend(name)
   vjp.require_one_dtype(q_BQHd, entry_kv_BNd)
   backend.require(q_BQHd, window)
-  return backend.plan(selection_BQK, entry_kv_BNd.shape[1], window=window)
+  return vjp.run_plan(backend, selection_BQK, entry_kv_BNd.shape[1], window)
 
 
 _PLANS = {

@@ -82,6 +82,7 @@ def _offsets(count_M):
   return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count_M, dtype=jnp.int32)])
 
 
+@jax.jit  # for dispatch.once's reason
 def add_by_entry(inverse: Inverse, contributions_Rd: jax.Array, acc_Md: jax.Array) -> jax.Array:
   """acc[m] + sum of the contribution rows of entry m, float32, written over acc.
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from deepseek_jax.by_slots import KEPT
+from deepseek_jax.ops import dispatch
 
 
 def attend(
@@ -34,7 +35,7 @@ def attend(
   require_one_dtype(q_BQHd, window_kv_BQd, entry_kv_BNd)
   backend.require(q_BQHd, window)
   if selection_BQK is not None:
-    make_plan = lambda selection: backend.plan(selection, entry_kv_BNd.shape[1], window=window)
+    make_plan = lambda selection: run_plan(backend, selection, entry_kv_BNd.shape[1], window)
     if plan is None:
       plan = make_plan(selection_BQK)
     else:
@@ -53,8 +54,15 @@ def attend(
   teacher_BQK = None
   if with_teacher:
     detached = jax.lax.stop_gradient((q_BQHd, entry_kv_BNd, lse_BQH))
-    teacher_BQK = backend.teacher(detached[0], detached[1], selection_BQK, detached[2])
+    teacher = dispatch.once(backend.teacher)
+    teacher_BQK = teacher(detached[0], detached[1], selection_BQK, detached[2])
   return out_BQHd, lse_BQH, teacher_BQK
+
+
+def run_plan(backend: ModuleType, selection_BQK, entries: int, window: int):
+  """The back end's plan of a selection."""
+  plan = dispatch.once(backend.plan, "entries", "window")
+  return plan(selection_BQK, entries=entries, window=window)
 
 
 def require_one_dtype(*floats: jax.Array | None) -> None:
@@ -75,7 +83,7 @@ def _check_plan(plan, wanted) -> None:
 
 
 def _run(backend, window, q, window_kv, entry_kv, selection, segment_start, sink, plan):
-  return backend.forward(
+  return dispatch.once(backend.forward, "window")(
     q, window_kv, entry_kv, selection, segment_start, sink, plan, window=window
   )
 
@@ -91,7 +99,7 @@ def _backward(backend, window, saved, cotangents):
   product_BQHd = out_BQHd.astype(jnp.float32) * d_out_BQHd.astype(jnp.float32)
   delta_BQH = jnp.sum(product_BQHd, axis=-1) - d_lse_BQH
   d_sink_H = -jnp.sum(jnp.exp(sink_H - lse_BQH) * delta_BQH, axis=(0, 1))
-  d_q, d_window_kv, d_entry_kv = backend.backward(
+  d_q, d_window_kv, d_entry_kv = dispatch.once(backend.backward, "window")(
     q, window_kv, entry_kv, selection, segment_start, plan, lse_BQH, delta_BQH, d_out_BQHd,
     window=window,
   )  # fmt: skip

@@ -1,0 +1,114 @@
+"""Speed and memory of the whole training step of a configuration, on random tokens.
+
+  python -m tests.bench step --config configs/small.py [--config.KEY=VALUE ...] [--steps 30]
+      [--json F] [--profile DIR]
+
+Every row is one document of random tokens, so that every query sees as much as it can. Prints one
+record: tokens per second, the spread of the step's time, MFU by deepseek_jax.flops, memory and
+compile seconds; with --profile also where the time goes, by part of the model.
+"""
+
+import datetime
+import json
+import pathlib
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from configs.schema import Settings
+from deepseek_jax.flops import flops_per_token, peak_flops
+from deepseek_jax.layout import Document, Layout, build_layout, stack_layouts
+from deepseek_jax.ngram import NgramHash
+from deepseek_jax.sharding import make_mesh
+from tests.bench import measure, step_parts
+from train import settings as command_line
+from train.programs import build_programs
+
+_WARM_UP = 3  # steps before the clock starts
+_PROFILED = 2
+ARGUMENTS = ("--config", "--steps", "--json", "--profile")
+
+
+def main(words: list[str]) -> int:
+  arguments = command_line.split(words, ARGUMENTS, switches=())
+  for problem in arguments.problems:
+    print(problem)
+  if arguments.problems:
+    return 2
+  given = arguments.values
+  settings = command_line.load(given.get("--config"), arguments.overrides)
+  document = {
+    "benchmark": "step",
+    "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    "jax": jax.__version__,
+    "config": given.get("--config"),
+    "overrides": arguments.overrides,
+  }
+  document |= run(settings, int(given.get("--steps", "30")), given.get("--profile"))
+  text = json.dumps(document, indent=1)
+  print(text, flush=True)
+  if "--json" in given:
+    pathlib.Path(given["--json"]).write_text(text + "\n")
+  return 0
+
+
+def run(settings: Settings, steps: int, profile: str | None) -> dict[str, Any]:
+  """Compiles the step and takes `steps` of them after a warm-up."""
+  devices = jax.devices()
+  mesh = make_mesh(settings.mesh, devices)
+  with jax.set_mesh(mesh):
+    programs = build_programs(settings, mesh)
+    began = time.perf_counter()
+    step = programs.step.lower(programs.abstract_state, programs.abstract_batch).compile()
+    compile_seconds = time.perf_counter() - began
+    state = programs.create()
+    shardings = jax.tree.map(lambda x: x.sharding, programs.abstract_batch)
+    batches = [jax.device_put(random_batch(settings, n), shardings) for n in range(2)]
+    seconds, losses = [], []
+    for number in range(_WARM_UP + steps):
+      began = time.perf_counter()
+      state, metrics = step(state, batches[number % 2])
+      losses.append(float(metrics["loss"]))  # waits for the step
+      seconds.append(time.perf_counter() - began)
+    parts = None
+    if profile is not None:
+      with jax.profiler.trace(profile):
+        for number in range(_PROFILED):
+          state, metrics = step(state, batches[number % 2])
+          jax.block_until_ready(metrics)
+      parts = step_parts.table(profile, step.as_text(), _PROFILED)
+  tokens = settings.data.batch_rows * settings.data.slots
+  times = sorted(seconds[_WARM_UP:])
+  p50, p95 = statistics.median(times), times[int(0.95 * (len(times) - 1) + 0.5)]
+  model_flops = flops_per_token(settings.model, "train", settings.data.slots) * tokens
+  peak = peak_flops(devices[0].device_kind)
+  return {
+    "device": f"{len(devices)} x {devices[0].device_kind}",
+    "mesh": dict(mesh.shape),
+    "tokens": tokens,
+    "compile_seconds": compile_seconds,
+    "step_seconds": {"p50": p50, "p95": p95, "p95/p50": p95 / p50},
+    "tokens_per_second": tokens / p50,
+    "tflops_per_second_and_device": model_flops / p50 / len(devices) / 1e12,
+    "mfu": None if peak is None else model_flops / p50 / len(devices) / peak,
+    "losses": [losses[0], losses[-1]],
+    "memory": measure.memory(step) | {"device_peak_bytes": measure.device_peak_bytes()},
+    "metrics": {name: float(value) for name, value in metrics.items() if "layer" not in name},
+    "milliseconds_by_part": parts,
+  }
+
+
+def random_batch(settings: Settings, seed: int) -> Layout:
+  """Rows of one document each."""
+  rng = np.random.default_rng(seed)
+  model, slots = settings.model, settings.data.slots
+  hashing = None
+  if model.engram.layers:
+    classes = np.arange(model.vocab, dtype=np.int32) % model.engram.compressed_vocab
+    hashing = NgramHash(model.engram, classes)
+  document = lambda: Document(rng.integers(0, model.vocab, slots, np.int32))
+  row = lambda: build_layout([document()], slots=slots, ratios=model.ratios, hashing=hashing)
+  return stack_layouts([row() for _ in range(settings.data.batch_rows)])
