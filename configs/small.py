@@ -1,4 +1,4 @@
-"""About 2 billion activated parameters, with the release's head sizes, window and top-k.
+"""About 2.5 billion activated parameters, with the release's head sizes, window and top-k.
 
   python -m train pretrain --config configs/small.py --workdir runs/small --config.data.paths=DIR
   python -m train pretrain --config configs/small.py:two_gpus ...  # experts and weights on both
@@ -19,14 +19,14 @@ def get_config(variant: str = "one_gpu") -> ml_collections.ConfigDict:
   """
   c = base.get_config()
   model = c.model
-  model.update(dim=2048, decoder_start=8)
-  model.compress_ratios = (0, 0) + (2,) * 6 + (1,) * 12
-  model.update(kv_sources=(2, 5, 8), index_sources=(2, 5, 8, 12, 16))
-  model.attention.update(q_rank=768, o_rank=512)
-  model.indexer.pool_source = 8
+  model.update(dim=2560, decoder_start=6)
+  model.compress_ratios = (0, 0) + (2,) * 4 + (1,) * 8
+  model.update(kv_sources=(2, 4, 6), index_sources=(2, 4, 6, 10))
+  model.attention.q_rank = 1024
+  model.indexer.pool_source = 6
   model.indexer.pool_blocks = 512  # a half of the entries of a row: the pool binds
-  model.moe.update(experts=32, hidden=768)
-  model.engram.update(layers=(1, 8), prime_start=50_000)
+  model.moe.update(experts=32, hidden=1024)
+  model.engram.update(layers=(1, 6), prime_start=50_000)
   model.engram.table_rows = tuple(sum(primes) for primes in hash_primes(2, 24, 50_000))
   c.data.update(slots=8192, batch_rows=2)
   c.total_steps = 50_000

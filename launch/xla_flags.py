@@ -24,6 +24,25 @@ class Flag(NamedTuple):
 GPU = (
   Flag(
     "XLA_FLAGS",
+    "xla_allow_excess_precision",
+    "false",
+    devices=1,
+    slices=1,
+    # By default XLA drops a cast to bfloat16 and back, and then keeps the residual streams in
+    # float32: 100 of 2,600 GB that a step of configs/small.py moves (docs/log.md).
+    why="what the model rounds to bfloat16 is stored as bfloat16",
+  ),
+  Flag(
+    "XLA_FLAGS",
+    "xla_gpu_enable_triton_gemm",
+    "false",
+    devices=1,
+    slices=1,
+    # Trying Triton kernels for every product takes longer than compiling all the rest; docs/log.md.
+    why="matrix products through cuBLAS, without a search",
+  ),
+  Flag(
+    "XLA_FLAGS",
     "xla_gpu_enable_latency_hiding_scheduler",
     "true",
     devices=2,

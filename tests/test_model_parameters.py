@@ -40,8 +40,8 @@ def is_table(path):
 
 
 def test_the_released_sizes_have_the_published_parameter_counts(released):
-  # model.md section 1.6, without the vision tower's 485,268,480. The zero rows that tables end with,
-  # so that devices can share them, are not parameters.
+  # model.md section 1.6, without the vision tower's 485,268,480. The zero rows that tables end
+  # with, so that devices can share them, are not parameters.
   tables, engram = count(released, is_table), flash().engram
   stored = sum(engram.stored_rows) * engram.head_dim
   assert tables == stored and 0 < stored - 196_613_849_600 < 2 * 1024 * engram.head_dim

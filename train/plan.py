@@ -1,7 +1,8 @@
 """`python -m train plan`: what a configuration is and costs, without hardware and without a run.
 
 plan.json: `parameters`, `activated_parameters`, `kv_bytes_per_token`, `prefill_ratio`,
-`flops_per_token`; `claims` for the released model; `compiled` with --topology.
+`flops_per_token`, `indexer_imbalance` (of contiguous context shards at 1M tokens); `claims` for the
+released model; `compiled` with --topology.
 """
 
 import dataclasses
@@ -66,6 +67,10 @@ def make_plan(cfg: ModelConfig) -> dict[str, Any]:
     "kv_bytes_per_token": plan_cache.kv_bytes_per_token(cfg),
     "prefill_ratio": {n: plan_cost.prefill_ratio(cfg, n) for n in plan_cost.CONTEXTS},
     "flops_per_token": plan_cost.flops_table(cfg),
+    "indexer_imbalance": {
+      shards: plan_cost.indexer_imbalance(cfg, plan_cost.CONTEXTS[-1], shards)
+      for shards in plan_cost.SHARDS
+    },
   }
   if cfg == flash():
     plan["claims"] = [claim._asdict() for claim in claims(cfg)]

@@ -4,10 +4,13 @@ A weighted cost counts a product of bfloat16 operands as 1, of FP8 as 0.5, of FP
 FLOPs (claims.md).
 """
 
+import numpy as np
+
 from deepseek_jax.config import ModelConfig
-from deepseek_jax.flops import decode_flops_by_precision, flops_per_token
+from deepseek_jax.flops import decode_flops_by_precision, flops_per_token, scanned_entries
 
 CONTEXTS = tuple(2**power for power in range(12, 21))  # 4K ... 1M tokens
+SHARDS = (2, 4, 8, 16, 32)  # that a context of 1M tokens may be cut into
 MODES = ("train", "prefill", "decode")
 _WEIGHT = {"bf16": 1.0, "fp8": 0.5, "fp4": 0.25}
 
@@ -27,6 +30,17 @@ def prefill_ratio(cfg: ModelConfig, new_tokens: int) -> float:
   encoder = cfg.decoder_start / cfg.num_layers
   tail = min(cfg.attention.window, new_tokens) / new_tokens
   return encoder + (1 - encoder) * tail
+
+
+def indexer_imbalance(cfg: ModelConfig, context: int, shards: int) -> float:
+  """Scores of the busiest of the contiguous shards of one document, over their mean.
+
+  The last shard sees most: near 2 - 1/shards without a pool.
+  """
+  seen = np.arange(1, context // shards * shards + 1)
+  scores = np.sum([scanned_entries(cfg, spec, seen) for spec in cfg.schedule()], axis=0)
+  of_shards = scores.reshape(shards, -1).sum(axis=1)
+  return float(of_shards.max() / of_shards.mean()) if of_shards.any() else 1.0
 
 
 def weighted_decode_cost(cfg: ModelConfig, context: int) -> float:

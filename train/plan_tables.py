@@ -27,6 +27,7 @@ def show(plan: Mapping[str, Any]) -> None:
   console.print(_parameters(plan))
   console.print(_cache(plan["kv_bytes_per_token"]))
   console.print(_cost(plan))
+  console.print(_imbalance(plan["indexer_imbalance"]))
   if "claims" in plan:
     console.print(_claims(plan["claims"]))
   if "compiled" in plan:
@@ -64,6 +65,13 @@ def _cost(plan: Mapping[str, Any]) -> Table:
   for context in _SHOWN_CONTEXTS:
     row = [f"{modes[mode][context] / 1e9:,.4g}" for mode in modes]
     table.add_row(f"{context // 1024:,}K", *row, f"{plan['prefill_ratio'][context]:.4f}")
+  return table
+
+
+def _imbalance(shards: Mapping[int, float]) -> Table:
+  title = "Indexer scores of the busiest context shard over the mean, 1M tokens"
+  table = _table(title, *(f"{count} shards" for count in shards))
+  table.add_row(*(f"{ratio:.3f}" for ratio in shards.values()))
   return table
 
 

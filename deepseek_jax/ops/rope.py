@@ -3,6 +3,7 @@
 Legend: d channels, R rotated channels (the last ones), pairs are adjacent channels (2p, 2p+1).
 """
 
+import functools
 import math
 
 import jax
@@ -48,14 +49,33 @@ def rotate(
 
   Returns: like x. Angles and products are float32.
   """
+  return _rotate(-1.0 if inverse else 1.0, tuple(frequency.tolist()), x, positions)
+
+
+# The frequencies are a tuple because jax.custom_vjp wants to hash what it does not differentiate.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rotate(direction: float, frequency: tuple[float, ...], x, positions):
   rope_dim = 2 * len(frequency)
-  angle = positions.astype(jnp.float32)[..., None] * frequency
+  angle = positions.astype(jnp.float32)[..., None] * np.array(frequency, np.float32)
   angle = angle.reshape(positions.shape + (1,) * (x.ndim - positions.ndim - 1) + angle.shape[-1:])
   # Each angle twice, so that the rotation is x cos + (-b, a) sin without taking pairs apart.
   cos = jnp.repeat(jnp.cos(angle), 2, axis=-1)
-  sin = jnp.repeat(jnp.sin(angle) * (-1.0 if inverse else 1.0), 2, axis=-1)
-  kept, turned = x[..., :-rope_dim], x[..., -rope_dim:].astype(jnp.float32)
+  sin = jnp.repeat(jnp.sin(angle) * direction, 2, axis=-1)
+  turned = x[..., -rope_dim:].astype(jnp.float32)
   pairs = turned.reshape(*turned.shape[:-1], rope_dim // 2, 2)
   quarter = jnp.stack([-pairs[..., 1], pairs[..., 0]], axis=-1).reshape(turned.shape)
   turned = turned * cos + quarter * sin
-  return jnp.concatenate([kept, turned.astype(x.dtype)], axis=-1)
+  # Written into x, in place where nothing else needs it: most channels are not turned. Computed in
+  # the same kernel the new channels would read what they overwrite, and x be copied first.
+  turned = jax.lax.optimization_barrier(turned.astype(x.dtype))
+  return jax.lax.dynamic_update_slice_in_dim(x, turned, x.shape[-1] - rope_dim, axis=-1)
+
+
+# The transpose of a rotation turns back, and costs no more than the rotation.
+_rotate.defvjp(
+  lambda direction, frequency, x, positions: (
+    _rotate(direction, frequency, x, positions),
+    positions,
+  ),
+  lambda direction, frequency, positions, d: (_rotate(-direction, frequency, d, positions), None),
+)

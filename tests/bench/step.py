@@ -12,11 +12,13 @@ import datetime
 import json
 import pathlib
 import statistics
+import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from configs.schema import Settings
 from deepseek_jax.flops import flops_per_token, peak_flops
@@ -25,7 +27,7 @@ from deepseek_jax.ngram import NgramHash
 from deepseek_jax.sharding import make_mesh
 from tests.bench import measure, step_parts
 from train import settings as command_line
-from train.programs import build_programs
+from train.programs import Programs, build_programs
 
 _WARM_UP = 3  # steps before the clock starts
 _PROFILED = 2
@@ -47,7 +49,9 @@ def main(words: list[str]) -> int:
     "config": given.get("--config"),
     "overrides": arguments.overrides,
   }
-  document |= run(settings, int(given.get("--steps", "30")), given.get("--profile"))
+  prepared = prepare(settings)
+  print(f"Compiled in {prepared.compile_seconds:.1f} s.", file=sys.stderr, flush=True)
+  document |= run(prepared, int(given.get("--steps", "30")), given.get("--profile"))
   text = json.dumps(document, indent=1)
   print(text, flush=True)
   if "--json" in given:
@@ -55,15 +59,30 @@ def main(words: list[str]) -> int:
   return 0
 
 
-def run(settings: Settings, steps: int, profile: str | None) -> dict[str, Any]:
-  """Compiles the step and takes `steps` of them after a warm-up."""
-  devices = jax.devices()
-  mesh = make_mesh(settings.mesh, devices)
+class Prepared(NamedTuple):
+  """A step that is compiled and has not run."""
+
+  settings: Settings
+  mesh: Mesh
+  programs: Programs
+  step: Any
+  compile_seconds: float
+
+
+def prepare(settings: Settings) -> Prepared:
+  """Compiles the step for all devices."""
+  mesh = make_mesh(settings.mesh)
   with jax.set_mesh(mesh):
     programs = build_programs(settings, mesh)
     began = time.perf_counter()
     step = programs.step.lower(programs.abstract_state, programs.abstract_batch).compile()
-    compile_seconds = time.perf_counter() - began
+  return Prepared(settings, mesh, programs, step, time.perf_counter() - began)
+
+
+def run(prepared: Prepared, steps: int, profile: str | None) -> dict[str, Any]:
+  """Takes `steps` steps after a warm-up."""
+  settings, mesh, programs, step, _ = prepared
+  with jax.set_mesh(mesh):
     state = programs.create()
     shardings = jax.tree.map(lambda x: x.sharding, programs.abstract_batch)
     batches = [jax.device_put(random_batch(settings, n), shardings) for n in range(2)]
@@ -73,6 +92,7 @@ def run(settings: Settings, steps: int, profile: str | None) -> dict[str, Any]:
       state, metrics = step(state, batches[number % 2])
       losses.append(float(metrics["loss"]))  # waits for the step
       seconds.append(time.perf_counter() - began)
+      print(f"step {number + 1}: {seconds[-1]:.3f} s", file=sys.stderr, flush=True)
     parts = None
     if profile is not None:
       with jax.profiler.trace(profile):
@@ -80,24 +100,31 @@ def run(settings: Settings, steps: int, profile: str | None) -> dict[str, Any]:
           state, metrics = step(state, batches[number % 2])
           jax.block_until_ready(metrics)
       parts = step_parts.table(profile, step.as_text(), _PROFILED)
+  values = {name: float(value) for name, value in metrics.items() if "layer" not in name}
+  return _record(prepared, sorted(seconds[_WARM_UP:])) | {
+    "losses": [losses[0], losses[-1]],
+    "metrics": values,
+    "milliseconds_by_part": parts,
+  }
+
+
+def _record(prepared: Prepared, times: list[float]) -> dict[str, Any]:
+  settings, devices = prepared.settings, prepared.mesh.devices.size
+  kind = prepared.mesh.devices.flat[0].device_kind
   tokens = settings.data.batch_rows * settings.data.slots
-  times = sorted(seconds[_WARM_UP:])
-  p50, p95 = statistics.median(times), times[int(0.95 * (len(times) - 1) + 0.5)]
-  model_flops = flops_per_token(settings.model, "train", settings.data.slots) * tokens
-  peak = peak_flops(devices[0].device_kind)
+  p50, p95 = statistics.median(times), times[round(0.95 * (len(times) - 1))]
+  rate = flops_per_token(settings.model, "train", settings.data.slots) * tokens / p50 / devices
+  peak = peak_flops(kind)
   return {
-    "device": f"{len(devices)} x {devices[0].device_kind}",
-    "mesh": dict(mesh.shape),
+    "device": f"{devices} x {kind}",
+    "mesh": dict(prepared.mesh.shape),
     "tokens": tokens,
-    "compile_seconds": compile_seconds,
+    "compile_seconds": prepared.compile_seconds,
     "step_seconds": {"p50": p50, "p95": p95, "p95/p50": p95 / p50},
     "tokens_per_second": tokens / p50,
-    "tflops_per_second_and_device": model_flops / p50 / len(devices) / 1e12,
-    "mfu": None if peak is None else model_flops / p50 / len(devices) / peak,
-    "losses": [losses[0], losses[-1]],
-    "memory": measure.memory(step) | {"device_peak_bytes": measure.device_peak_bytes()},
-    "metrics": {name: float(value) for name, value in metrics.items() if "layer" not in name},
-    "milliseconds_by_part": parts,
+    "tflops_per_second_and_device": rate / 1e12,
+    "mfu": None if peak is None else rate / peak,
+    "memory": measure.memory(prepared.step) | {"device_peak_bytes": measure.device_peak_bytes()},
   }
 
 

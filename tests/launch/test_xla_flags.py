@@ -54,8 +54,13 @@ jax.jit(jnp.sum, in_shardings=on_it).lower(jax.ShapeDtypeStruct((8, 128), jnp.fl
   assert not wrong
 
 
-def test_one_device_needs_no_flags():
-  assert all(xla_flags.flags(kind, devices=1) == () for kind in xla_flags.TABLE)
+def test_one_device_has_no_flags_for_collectives():
+  one = {kind: xla_flags.flags(kind, devices=1) for kind in xla_flags.TABLE}
+  assert all(flags == () for kind, flags in one.items() if kind != "gpu")
+  assert {flag.name for flag in one["gpu"]} == {
+    "xla_allow_excess_precision",
+    "xla_gpu_enable_triton_gemm",
+  }
 
 
 def test_flags_for_several_slices_are_for_several_slices():
@@ -65,9 +70,10 @@ def test_flags_for_several_slices_are_for_several_slices():
 
 def test_the_user_has_the_last_word():
   chosen = xla_flags.flags("gpu", devices=2)
-  [name] = [flag.name for flag in chosen]
-  own = f"--xla_force_host_platform_device_count=2 --{name}=false"
-  assert xla_flags.variables(chosen, {"XLA_FLAGS": own}) == {"XLA_FLAGS": own}
-  assert xla_flags.variables(chosen, {}) == {"XLA_FLAGS": f"--{name}=true"}
-  added = xla_flags.variables(chosen, {"XLA_FLAGS": f"--{name}s=false"})
-  assert added == {"XLA_FLAGS": f"--{name}=true --{name}s=false"}
+  first, *rest = chosen
+  others = " ".join(map(str, rest))
+  given = f"--xla_force_host_platform_device_count=2 --{first.name}=mine"
+  of = lambda text: xla_flags.variables(chosen, {"XLA_FLAGS": text})["XLA_FLAGS"]
+  assert of(given) == f"{others} {given}"
+  assert xla_flags.variables(chosen, {}) == {"XLA_FLAGS": f"{first} {others}"}
+  assert of(f"--{first.name}s=mine") == f"{first} {others} --{first.name}s=mine"

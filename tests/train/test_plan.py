@@ -175,3 +175,13 @@ def test_a_figure_is_drawn_or_the_missing_package_named(tmp_path):
   assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
   (problem,) = problems_of("--config=configs/nano.py", "--plot=plan.docx")
   assert "the name must end in one of" in problem
+
+
+def test_the_last_context_shard_scores_most_and_a_pool_evens_it_out():
+  """Without a pool the i-th of c shards scores 2i - 1 of c^2 parts; the last has 2 - 1/c means."""
+  no_pool = dataclasses.replace(FLASH.indexer, pool_source=None)
+  unrestricted = dataclasses.replace(FLASH, indexer=no_pool)
+  imbalance = plan_cost.indexer_imbalance
+  assert imbalance(unrestricted, 2**20, 8) == pytest.approx(2 - 1 / 8, abs=1e-4)
+  # Its four Reindex layers score no more than the 16,384 members of the pool, wherever they are.
+  assert 1.8 < imbalance(FLASH, 2**20, 8) < 2 - 1 / 8
