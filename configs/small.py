@@ -19,7 +19,7 @@ def get_config(variant: str = "one_gpu") -> ml_collections.ConfigDict:
   """
   c = base.get_config()
   model = c.model
-  model.update(dim=2560, decoder_start=6)
+  model.update(dim=2560, decoder_start=6, remat="block_keep_attention")
   model.compress_ratios = (0, 0) + (2,) * 4 + (1,) * 8
   model.update(kv_sources=(2, 4, 6), index_sources=(2, 4, 6, 10))
   model.attention.q_rank = 1024
@@ -28,6 +28,7 @@ def get_config(variant: str = "one_gpu") -> ml_collections.ConfigDict:
   model.moe.update(experts=32, hidden=1024)
   model.engram.update(layers=(1, 6), prime_start=50_000)
   model.engram.table_rows = tuple(sum(primes) for primes in hash_primes(2, 24, 50_000))
+  c.objective.vocab_chunk_tokens = 4096
   c.data.update(slots=8192, batch_rows=2)
   c.total_steps = 50_000
   if variant == "two_gpus":

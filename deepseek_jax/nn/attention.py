@@ -23,7 +23,7 @@ from deepseek_jax.sharding import constrain
 from deepseek_jax.types import Entries, LayerCarry, Slots, Tap, no_tap
 
 # Choosing again in the backward pass would cost as much as the attention itself, and the layers
-# that share a choice keep it anyway.
+# that share a choice keep it anyway. What teaches the indexer is as small.
 SELECTION = "selection"
 
 
@@ -104,8 +104,9 @@ class Attention(nn.Module):
     )
     kl = jnp.zeros((), jnp.float32)
     if teaches:
+      teacher_BQK = checkpoint_name(attended.teacher_BQK, SELECTION)
       kl = self.indexer.divergence(
-        index_q, index_weights, carry.selection_BQK, attended.teacher_BQK, slots, carry
+        index_q, index_weights, carry.selection_BQK, teacher_BQK, slots, carry
       )
     return self._output(attended.out_BQHd, slots), carry, kl
 

@@ -10,8 +10,7 @@ from flax import linen as nn
 from deepseek_jax.by_slots import Place, by_slots
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import parameters
-from deepseek_jax.nn.linear import exact_dot
-from deepseek_jax.ops.matmul import dot
+from deepseek_jax.ops.matmul import dot, exact_dot
 from deepseek_jax.ops.rms_norm import rms_norm
 from deepseek_jax.types import Entries
 

@@ -10,9 +10,9 @@ from flax import linen as nn
 
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import parameters
-from deepseek_jax.nn.linear import exact_dot, fp8_input
+from deepseek_jax.nn.linear import fp8_input
 from deepseek_jax.ops import expert_exchange, router
-from deepseek_jax.ops.matmul import dot
+from deepseek_jax.ops.matmul import dot, exact_dot
 from deepseek_jax.types import Slots, Tap, no_tap
 
 

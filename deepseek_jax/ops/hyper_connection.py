@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from deepseek_jax.ops.matmul import dot_f32
+from deepseek_jax.ops.matmul import exact_dot
 from deepseek_jax.ops.sinkhorn import sinkhorn
 
 _EXACT = jax.lax.Precision.HIGHEST
@@ -41,8 +41,7 @@ def mixing(
   c = streams_XcD.shape[-2]
   flat = streams_XcD.astype(jnp.float32)
   inverse_rms = jax.lax.rsqrt(jnp.mean(flat * flat, axis=(-2, -1)) + norm_eps)
-  joined = lambda x: x.reshape(*x.shape[:-2], -1)
-  mix = dot_f32(joined(streams_XcD), joined(fn_McD)) * inverse_rms[..., None]
+  mix = exact_dot("...cd,mcd->...m", streams_XcD, fn_McD) * inverse_rms[..., None]
   pre, post, comb = jnp.split(mix, [c, 2 * c], axis=-1)
   base_pre, base_post, base_comb = jnp.split(base_M, [c, 2 * c])
   logits = (comb * scale_3[2] + base_comb).reshape(*comb.shape[:-1], c, c)

@@ -1,15 +1,12 @@
 """Products of low-precision operands, and of such an operand with a float32 matrix.
 
-Every product adds up in float32 and is rounded once.
-Legend: X leading axes, K contracted channels, M columns, p pieces.
+Every product adds up in float32 and is rounded once. In the specifications p counts pieces.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-
-_EXACT = jax.lax.Precision.HIGHEST
 
 
 def einsum_f32(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -48,8 +45,7 @@ def _dot(spec, x, weight):
 
 
 def _dot_backward(spec, saved, d_out):
-  x, weight = saved
-  (of_x, of_weight), of_out = spec.split("->")[0].split(","), spec.split("->")[1]
+  (x, weight), (of_x, of_weight, of_out) = saved, _operands(spec)
   d_x = _einsum(f"{of_out},{of_weight}->{of_x}", d_out, weight.astype(x.dtype), x.dtype)
   return d_x, einsum_f32(f"{of_x},{of_out}->{of_weight}", x, d_out).astype(weight.dtype)
 
@@ -57,35 +53,44 @@ def _dot_backward(spec, saved, d_out):
 _dot.defvjp(lambda spec, x, weight: (_dot(spec, x, weight), (x, weight)), _dot_backward)
 
 
-def dot_f32(x_XK: jax.Array, weight_MK: jax.Array) -> jax.Array:
-  """x . weight with the weight's 24 bits: float32 [X, M].
+def exact_dot(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+  """einsum(spec, x, weight) with all 24 bits of the weight: float32.
 
   A bfloat16 x is multiplied with three bfloat16 pieces of the weight, whose sum is the weight: the
   products are exact, and x is never written out as float32. The gradient of the weight is as exact;
-  that of x drops what its own rounding hides.
+  that of x drops what its own rounding hides. Arguments are those of `dot`.
   """
-  if x_XK.dtype == jnp.float32:
-    return jnp.einsum("...k,mk->...m", x_XK, weight_MK, precision=_EXACT)
-  return _dot_f32(x_XK, weight_MK)
+  if x.dtype == jnp.float32:
+    return jnp.einsum(spec, x, weight, precision=jax.lax.Precision.HIGHEST)
+  return _exact_dot(spec, x, weight)
 
 
-@jax.custom_vjp
-def _dot_f32(x_XK, weight_MK):
-  return jnp.sum(einsum_f32("...k,pmk->...pm", x_XK, _pieces(weight_MK, x_XK.dtype)), axis=-2)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exact_dot(spec, x, weight):
+  of_x, of_weight, of_out = _operands(spec)
+  pieces = einsum_f32(f"{of_x},p{of_weight}->p{of_out}", x, _pieces(weight, x.dtype))
+  return jnp.sum(pieces, axis=0)
 
 
-def _dot_f32_backward(saved, d_XM):
-  x_XK, weight_MK = saved
-  dtype = x_XK.dtype
-  d_pXM, weight_pMK = _pieces(d_XM, dtype), _pieces(weight_MK, dtype)
-  pairs = (0, 0, 1), (0, 1, 0)  # first times first, first times second, second times first
-  left_pXM, right_pMK = d_pXM[jnp.array(pairs[0])], weight_pMK[jnp.array(pairs[1])]
-  d_x_XK = _einsum("p...m,pmk->...k", left_pXM, right_pMK, dtype)
-  d_weight_pMK = einsum_f32("p...m,...k->pmk", d_pXM, x_XK)
-  return d_x_XK, jnp.sum(d_weight_pMK, axis=0)
+def _exact_dot_backward(spec, saved, d_out):
+  (x, weight), (of_x, of_weight, of_out) = saved, _operands(spec)
+  d_pieces, w_pieces = _pieces(d_out, x.dtype), _pieces(weight, x.dtype)
+  # First times first, first times second, second times first.
+  left, right = d_pieces[jnp.array((0, 0, 1))], w_pieces[jnp.array((0, 1, 0))]
+  d_x = _einsum(f"p{of_out},p{of_weight}->{of_x}", left, right, x.dtype)
+  d_weight = einsum_f32(f"p{of_out},{of_x}->p{of_weight}", d_pieces, x)
+  return d_x, jnp.sum(d_weight, axis=0)
 
 
-_dot_f32.defvjp(lambda x, weight: (_dot_f32(x, weight), (x, weight)), _dot_f32_backward)
+_exact_dot.defvjp(
+  lambda spec, x, weight: (_exact_dot(spec, x, weight), (x, weight)), _exact_dot_backward
+)
+
+
+def _operands(spec: str) -> tuple[str, str, str]:
+  operands, of_out = spec.split("->")
+  of_x, of_weight = operands.split(",")
+  return of_x, of_weight, of_out
 
 
 def _pieces(x: jax.Array, dtype) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepseek_jax.ops.matmul import dot, dot_f32
+from deepseek_jax.ops.matmul import dot, exact_dot
 
 X, K, M, G = 40, 96, 24, 3
 HALF_STEP = 2.0**-8  # of bfloat16, relative
@@ -49,19 +49,25 @@ def test_float32_dot_keeps_all_bits():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_float32_weight_keeps_its_bits_beside_any_operand(dtype):
-  x_XK, weight_MK = normal(0, X, K, dtype=dtype), normal(1, M, K)
-  d_XM = normal(2, X, M)
-  out_XM, vjp = jax.vjp(dot_f32, x_XK, weight_MK)
-  d_x_XK, d_weight_MK = vjp(d_XM)
-  assert (out_XM.dtype, d_x_XK.dtype, d_weight_MK.dtype) == (jnp.float32, x_XK.dtype, jnp.float32)
-  x64, w64, d64 = float64(x_XK, weight_MK, d_XM)
-  assert largest_error(out_XM, x64 @ w64.T) < 1e-6
-  assert largest_error(d_weight_MK, d64.T @ x64) < 1e-6
-  assert largest_error(d_x_XK, d64 @ w64) <= (1e-6 if dtype == "float32" else HALF_STEP)
+@pytest.mark.parametrize("spec", ["xk,km->xm", "...gk,mgk->...m"])
+def test_a_float32_weight_keeps_its_bits_beside_any_operand(spec, dtype):
+  of_x, of_w, of_out = spec.replace("->", ",").replace("...", "x").split(",")
+  size = {"x": X, "k": K, "m": M, "g": G}
+  shape = lambda axes: [size[axis] for axis in axes]
+  x, weight = normal(0, *shape(of_x), dtype=dtype), normal(1, *shape(of_w))
+  d_out = normal(2, *shape(of_out))
+  out, vjp = jax.vjp(lambda x, w: exact_dot(spec, x, w), x, weight)
+  d_x, d_weight = vjp(d_out)
+  assert (out.dtype, d_x.dtype, d_weight.dtype) == (jnp.float32, x.dtype, jnp.float32)
+  x64, w64, d64 = float64(x, weight, d_out)
+  assert largest_error(out, np.einsum(f"{of_x},{of_w}->{of_out}", x64, w64)) < 1e-6
+  assert largest_error(d_weight, np.einsum(f"{of_out},{of_x}->{of_w}", d64, x64)) < 1e-6
+  rounded = 1e-6 if dtype == "float32" else HALF_STEP
+  assert largest_error(d_x, np.einsum(f"{of_out},{of_w}->{of_x}", d64, w64)) <= rounded
 
 
 def test_the_pieces_of_a_weight_survive_compilation():
   """A compiler that drops casts to bfloat16 and back would lose the second and third piece."""
-  x_XK, weight_MK = normal(0, X, K, dtype="bfloat16"), normal(1, M, K)
-  np.testing.assert_array_equal(jax.jit(dot_f32)(x_XK, weight_MK), dot_f32(x_XK, weight_MK))
+  x_XK, weight_KM = normal(0, X, K, dtype="bfloat16"), normal(1, K, M)
+  product = lambda x, w: exact_dot("xk,km->xm", x, w)
+  np.testing.assert_array_equal(jax.jit(product)(x_XK, weight_KM), product(x_XK, weight_KM))
