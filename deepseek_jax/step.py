@@ -113,7 +113,11 @@ def _accumulate(
   if k == 1:
     return value_and_grad(state.params, state.balance, batch, denominators)
   value_and_grad = jax.jit(value_and_grad)  # so that it is traced once, not for its shapes as well
-  piece = lambda layout: value_and_grad(state.params, state.balance, layout, denominators)
+  # Behind a barrier: XLA would otherwise add up the gradients before it sums them over devices, and
+  # hold whole gradients instead of each device's part.
+  piece = lambda layout: jax.lax.optimization_barrier(
+    value_and_grad(state.params, state.balance, layout, denominators)
+  )
   pieces = jax.tree.map(lambda x_B: _split_rows(x_B, k), batch)
   shapes = jax.eval_shape(piece, jax.tree.map(lambda x_kB: x_kB[0], pieces))
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)

@@ -138,13 +138,15 @@ def _on_mesh(setup: _Setup, x_BQD, expert_BQk, weight_BQk, matrices):
 
   to = routes.plan(expert, setup.devices * len(matrices[0]), block_rows=1)
   home = _kept(_Home(to, jax.lax.all_gather(to.group_rows_E, setup.axes)))
-  out_XD = _one_round(setup, 0, (x, weight, matrices), home)
+  # Gathered once for all rounds. In the loop of the other rounds XLA would take the sum over
+  # devices of the gradients for one to move behind it, and hold a constant of their size.
+  floats = x, weight, _gather(setup, matrices, x.dtype)
+  out_XD = _one_round(setup, 0, floats, home)
   rounds, capacity = jnp.ones((), jnp.int32), setup.capacity(expert.size)
   if capacity < setup.devices * expert.size:
     # Devices meet in every round, so that all take as many as the one that needs most.
     most = exchange.rounds(_sizes(home.load_nE), capacity)
     rounds = _kept(jax.lax.pmax(most, setup.every_axis))
-    floats = x, weight, matrices
     out_XD: Any = _add_other_rounds(setup, out_XD, rounds, floats, home)  # custom_vjp has no types
   return out_XD.reshape(x_BQD.shape), rounds.astype(jnp.float32)
 
@@ -170,8 +172,8 @@ def _one_round(setup: _Setup, round_, floats, home: _Home) -> jax.Array:
   expert_C1 = _expert_of_row(home.load_nE, me, round_, capacity)[:, None]
   x_CD = there(routes.to_experts(x_XD, home.routes))
   weight_C1 = there(routes.weights_to_experts(weight_Xk, home.routes))[:, None]
-  whole, size = _gather(setup, matrices, x_XD.dtype), routes.block_rows(copies, len(matrices[0]))
-  y_CD = _on_this_device(setup.feed_forward, x_CD, expert_C1, weight_C1, whole, size)
+  size = routes.block_rows(copies, len(matrices[0]))
+  y_CD = _on_this_device(setup.feed_forward, x_CD, expert_C1, weight_C1, matrices, size)
   y_YD = exchange.back(y_CD.astype(x_XD.dtype), here, setup.axes, copies)
   return routes.from_experts(y_YD, home.routes)
 
