@@ -23,17 +23,19 @@ def sinkhorn(logits_Xcc: jax.Array, iterations: int, eps: float) -> jax.Array:
 
   Returns: [..., c, c] float32. Source: model.md section 2.2.
   """
-  return _finish(_run(_start(logits_Xcc), iterations, eps), logits_Xcc.shape)
+  return _finish(_run(_start(logits_Xcc), iterations, eps))
 
 
 def _start(logits_Xcc):
-  """[c, c, X]: tokens last, so that the arithmetic is wide and the matrix axes are cheap to sum."""
-  c = logits_Xcc.shape[-1]
-  return jnp.moveaxis(logits_Xcc.reshape(-1, c, c), 0, -1)
+  """[c, c, X]: tokens last, so that the arithmetic is wide and the matrix axes are cheap to sum.
+
+  Rows and slots stay two axes: as one they could not lie on a mesh that cuts both.
+  """
+  return jnp.moveaxis(logits_Xcc, (-2, -1), (0, 1))
 
 
-def _finish(matrix_ccX, shape):
-  return jnp.moveaxis(matrix_ccX, -1, 0).reshape(shape)
+def _finish(matrix_ccX):
+  return jnp.moveaxis(matrix_ccX, (0, 1), (-2, -1))
 
 
 def _first(logits_ccX, eps):
@@ -67,7 +69,7 @@ def _backward(iterations, eps, logits_Xcc, d_out):
     return jax.vjp(functools.partial(_again, eps=eps), matrix_ccX)[1](d_matrix)[0], None
 
   d_first, _ = jax.lax.scan(back, _start(d_out), iterates, reverse=True)
-  return (_finish(first_vjp(d_first)[0], logits_Xcc.shape),)
+  return (_finish(first_vjp(d_first)[0]),)
 
 
 sinkhorn.defvjp(_forward, _backward)
