@@ -23,7 +23,7 @@ from deepseek_jax.sharding import batch_pieces, make_mesh, partition_spec, state
 from deepseek_jax.training_config import MeshConfig
 
 SETTINGS = Settings.from_dict(nano.get_config().to_dict())
-ROWS = 8
+ROWS = 16  # so that the streams of a device's rows are larger than any weight
 MESHES = {
   "fsdp": MeshConfig(fsdp=8),
   "context": MeshConfig(replica=2, context=4),
@@ -38,7 +38,7 @@ def batch():
   engram = SETTINGS.model.engram
   hashing = NgramHash(engram, np.arange(SETTINGS.model.vocab) % engram.compressed_vocab)
   documents = lambda row: [
-    Document(rng.integers(0, 256, length).astype(np.int32)) for length in (7 + row, 31, 18)
+    Document(rng.integers(0, 256, length).astype(np.int32)) for length in (7 + row % 8, 31, 18)
   ]
   row = lambda number: build_layout(
     documents(number), slots=SETTINGS.data.slots, ratios=SETTINGS.model.ratios, hashing=hashing
