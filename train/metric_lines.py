@@ -7,13 +7,12 @@ end. `read` gives either as one list.
 
 import concurrent.futures
 import json
-import os
 import pathlib
 import re
 import time
 from typing import Any
 
-from deepseek_jax.storage_path import REQUESTS, RemotePath, StoragePath
+from deepseek_jax.storage_path import REQUESTS, RemotePath, StoragePath, write_atomically
 
 NAME = "metrics.jsonl"
 SEGMENT = re.compile(r"metrics-(\d+)\.jsonl")
@@ -123,14 +122,8 @@ def cut_after(path: pathlib.Path, step: int) -> None:
     return
   text = path.read_bytes()
   kept = _kept(text, step)
-  if kept == text:
-    return
-  partial = path.with_name(f"{path.name}.tmp")
-  with open(partial, "wb") as file:
-    file.write(kept)
-    file.flush()
-    os.fsync(file.fileno())
-  partial.replace(path)
+  if kept != text:
+    write_atomically(path, kept)
 
 
 def _cut_segments(folder: RemotePath, step: int) -> int:

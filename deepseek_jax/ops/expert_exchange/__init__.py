@@ -128,19 +128,17 @@ def _on_this_device(feed_forward, x_XD, expert_Xk, weight_Xk, matrices, block_ro
 def _on_mesh(setup: _Setup, x_BQD, expert_BQk, weight_BQk, matrices):
   """The share of one device, inside shard_map."""
   x, expert, weight = _flat(x_BQD), _flat(expert_BQk), _flat(weight_BQk)
+  # Gathered once for all rounds. In the loop of the other rounds XLA would take the sum over
+  # devices of the gradients for one to move behind it, and hold a constant of their size.
+  whole = _gather(setup, matrices, x.dtype)
   if not setup.axes:
-    whole, size = (
-      _gather(setup, matrices, x.dtype),
-      routes.block_rows(expert.size, len(matrices[0])),
-    )
+    size = routes.block_rows(expert.size, len(matrices[0]))
     out_XD = _on_this_device(setup.feed_forward, x, expert, weight, whole, size)
     return out_XD.reshape(x_BQD.shape), jnp.ones((), jnp.float32)
 
   to = routes.plan(expert, setup.devices * len(matrices[0]), block_rows=1)
   home = _kept(_Home(to, jax.lax.all_gather(to.group_rows_E, setup.axes)))
-  # Gathered once for all rounds. In the loop of the other rounds XLA would take the sum over
-  # devices of the gradients for one to move behind it, and hold a constant of their size.
-  floats = x, weight, _gather(setup, matrices, x.dtype)
+  floats = x, weight, whole
   out_XD = _one_round(setup, 0, floats, home)
   rounds, capacity = jnp.ones((), jnp.int32), setup.capacity(expert.size)
   if capacity < setup.devices * expert.size:
