@@ -18,7 +18,7 @@ import numpy as np
 
 from data.errors import DataError
 from deepseek_jax.config import Config
-from deepseek_jax.storage_path import RemotePath, StoragePath, storage_path, write_atomically
+from deepseek_jax.storage_path import StoragePath, hash_file, storage_path, write_atomically
 
 METADATA = "metadata.json"
 TOKENIZER = "tokenizer.json"
@@ -130,7 +130,4 @@ def save_prepared(prepared: Prepared) -> None:
 
 
 def file_sha256(path: StoragePath) -> str:
-  if isinstance(path, RemotePath):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-  with path.open("rb") as file:
-    return hashlib.file_digest(file, "sha256").hexdigest()
+  return hash_file(path).sha256

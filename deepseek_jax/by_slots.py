@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from deepseek_jax.sharding import SLOT_AXIS, Names, mesh_axes, partition_spec
+from deepseek_jax.sharding import SLOT_AXIS, Names, mesh_axes, mesh_to_split, partition_spec
 
 KEPT = "kernel result"  # checkpoint_name of what a backward pass should not compute again
 
@@ -67,8 +67,8 @@ def by_slots(
     returns: "slots" for a tree of [B, Q, ...]; "pieces" for one whose arrays have a leading axis of
       any size, the same on every device; it is cut along that axis where it comes in again.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
+  mesh = mesh_to_split()
+  if mesh is None:
     return fn(Place(1), slots, rows, pieces, tuple(w for w, _ in weights))
   leading = partition_spec(("batch", "slots"), jax.tree.leaves(slots)[0].shape[:2], mesh)
   place = Place(mesh.shape[SLOT_AXIS] if leading[1] else 1)

@@ -115,6 +115,16 @@ def mesh_axes(entry: Any) -> tuple[str, ...]:
   return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def mesh_to_split() -> AbstractMesh | None:
+  """The mesh of `jax.set_mesh` where work can still be split over its devices.
+
+  Returns: None without a mesh, with one device, and inside shard_map.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  alone = mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types
+  return None if alone else mesh
+
+
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
   """Pins x to the mesh of `jax.set_mesh` by logical axis names; the identity without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()

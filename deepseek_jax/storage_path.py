@@ -19,6 +19,7 @@ import concurrent.futures
 import dataclasses
 import errno
 import functools
+import hashlib
 import os
 import pathlib
 import re
@@ -43,6 +44,11 @@ ADVICE = {
 class Versioned(NamedTuple):
   data: bytes | None  # None: there is no such object
   generation: bytes  # changes with every write
+
+
+class Hashed(NamedTuple):
+  bytes: int
+  sha256: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +194,16 @@ def write_atomically(path: StoragePath, data: bytes) -> None:
     os.fsync(file.fileno())
   partial.replace(path)
   _sync_folder(path.parent)
+
+
+def hash_file(path: StoragePath) -> Hashed:
+  """Reads a file or an object whole."""
+  if isinstance(path, RemotePath):
+    data = path.read_bytes()
+    return Hashed(len(data), hashlib.sha256(data).hexdigest())
+  with open(path, "rb") as file:
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return Hashed(file.tell(), digest)
 
 
 def cache_folder() -> pathlib.Path:

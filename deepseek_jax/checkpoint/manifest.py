@@ -5,7 +5,6 @@ step counts as complete only with this file, and is used only while its files st
 """
 
 import concurrent.futures
-import hashlib
 import json
 import os
 import pathlib
@@ -15,6 +14,7 @@ from deepseek_jax.storage_path import (
   REQUESTS,
   RemotePath,
   StoragePath,
+  hash_file,
   storage_path,
   write_atomically,
 )
@@ -102,16 +102,7 @@ def listed_files(folder: StoragePath) -> list[str]:
 
 def hash_files(folder: StoragePath, names: Sequence[str]) -> Files:
   """Reads the files whole."""
-
-  def entry(name: str) -> dict[str, int | str]:
-    path = folder / name
-    if isinstance(path, RemotePath):
-      data = path.read_bytes()
-      return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    with open(path, "rb") as file:
-      digest = hashlib.file_digest(file, "sha256").hexdigest()
-      return {"bytes": file.tell(), "sha256": digest}
-
+  entry = lambda name: hash_file(folder / name)._asdict()
   threads = THREADS if isinstance(folder, pathlib.Path) else REQUESTS
   with concurrent.futures.ThreadPoolExecutor(threads) as pool:
     return dict(zip(names, pool.map(entry, names), strict=True))

@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
 
 from deepseek_jax.ops.remote_rows import Ownership, remote_rows
-from deepseek_jax.sharding import mesh_axes, partition_spec
+from deepseek_jax.sharding import mesh_axes, mesh_to_split, partition_spec
 
 
 def table_lookup(table: jax.Array, rows_XR: jax.Array, dtype) -> jax.Array:
@@ -21,17 +20,15 @@ def table_lookup(table: jax.Array, rows_XR: jax.Array, dtype) -> jax.Array:
   On a mesh that cuts the table by its rows, rows travel in `dtype`, and X are the rows of the batch
   and their slots.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  whole = mesh.empty or AxisType.Manual in mesh.axis_types
-  spec = PartitionSpec() if whole else partition_spec(("table_rows", None), table.shape, mesh)
-  owners = mesh_axes(spec[0]) if spec else ()
-  if not owners:
-    taken = table[jnp.maximum(rows_XR, 0)].astype(dtype)
-    return jnp.where((rows_XR >= 0)[..., None], taken, 0)
-  names = ("batch", "slots", *(None,) * (rows_XR.ndim - 2))
-  here = len(table) // math.prod(mesh.shape[axis] for axis in owners)
-  numbers = partition_spec(names, rows_XR.shape, mesh)
-  return remote_rows(table, rows_XR, Ownership(owners, spec, (here,), numbers), dtype)
+  if (mesh := mesh_to_split()) is not None:
+    spec = partition_spec(("table_rows", None), table.shape, mesh)
+    if owners := mesh_axes(spec[0]):
+      here = len(table) // math.prod(mesh.shape[axis] for axis in owners)
+      names = ("batch", "slots", *(None,) * (rows_XR.ndim - 2))
+      numbers = partition_spec(names, rows_XR.shape, mesh)
+      return remote_rows(table, rows_XR, Ownership(owners, spec, (here,), numbers), dtype)
+  taken = table[jnp.maximum(rows_XR, 0)].astype(dtype)
+  return jnp.where((rows_XR >= 0)[..., None], taken, 0)
 
 
 def start_rows(xs: Any, slot_BT: jax.Array) -> Any:
@@ -39,19 +36,17 @@ def start_rows(xs: Any, slot_BT: jax.Array) -> Any:
 
   On a mesh that cuts slots, T rows travel and no array is gathered.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  rows, slots = jax.tree.leaves(xs)[0].shape[:2]
-  whole = mesh.empty or AxisType.Manual in mesh.axis_types
-  spec = PartitionSpec() if whole else partition_spec(("batch", "slots"), (rows, slots), mesh)
-  owners = mesh_axes(spec[1]) if spec else ()
-  if not owners:
-    return jax.tree.map(lambda x_BS: take_own(x_BS, slot_BT), xs)
-  pieces = lambda entry: math.prod(mesh.shape[axis] for axis in mesh_axes(entry))
-  b, s = rows // pieces(spec[0]), slots // pieces(spec[1])
-  row_B1 = jnp.arange(rows, dtype=jnp.int32)[:, None] % b
-  number_BT = (slot_BT // s * b + row_B1) * s + slot_BT % s
-  numbers = partition_spec(("batch", "slots"), slot_BT.shape, mesh)
-  return remote_rows(xs, number_BT, Ownership(owners, spec, (b, s), numbers))
+  if (mesh := mesh_to_split()) is not None:
+    rows, slots = jax.tree.leaves(xs)[0].shape[:2]
+    spec = partition_spec(("batch", "slots"), (rows, slots), mesh)
+    if owners := mesh_axes(spec[1]):
+      pieces = lambda entry: math.prod(mesh.shape[axis] for axis in mesh_axes(entry))
+      b, s = rows // pieces(spec[0]), slots // pieces(spec[1])
+      row_B1 = jnp.arange(rows, dtype=jnp.int32)[:, None] % b
+      number_BT = (slot_BT // s * b + row_B1) * s + slot_BT % s
+      numbers = partition_spec(("batch", "slots"), slot_BT.shape, mesh)
+      return remote_rows(xs, number_BT, Ownership(owners, spec, (b, s), numbers))
+  return jax.tree.map(lambda x_BS: take_own(x_BS, slot_BT), xs)
 
 
 def take_own(x_BN: jax.Array, id_BX: jax.Array) -> jax.Array:

@@ -2,11 +2,13 @@
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
 
 import jax
+import numpy as np
 import pytest
 
 from data.prepare.run import PrepareRequest, prepare
@@ -31,6 +33,18 @@ def prepared(tmp_path_factory):
     source=f"folder:{text}", tokenizer=f"train:{VOCAB}", slots=SLOTS, validation_share=0.25
   )
   return prepare(request, tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.fixture
+def damaged(prepared, tmp_path):
+  """A copy of the prepared folder with a flipped byte among the records of its first shard."""
+  folder = shutil.copytree(prepared.folder, tmp_path / "data")
+  shard = folder / prepared.train.shards[0].name
+  content = bytearray(shard.read_bytes())
+  used = np.flatnonzero(np.frombuffer(bytes(content[: 1 << 16]), np.uint8))  # zeros fill the block
+  content[int(used[-1]) // 2] ^= 0xFF
+  shard.write_bytes(content)
+  return folder
 
 
 @pytest.fixture(scope="session")

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from deepseek_jax.by_slots import gathered
 from deepseek_jax.ops import exchange
 from deepseek_jax.ops.expert_exchange import routes
 from deepseek_jax.ops.grouped_matmul import grouped_matmul
-from deepseek_jax.sharding import Names, mesh_axes, partition_spec
+from deepseek_jax.sharding import Names, mesh_axes, mesh_to_split, partition_spec
 
 # (multiply, x_PD, weight_P, *matrices) -> y_PD, row by row; multiply(x, matrix) takes each row
 # times the matrix of its expert.
@@ -80,8 +80,8 @@ def apply_experts(
 
   Returns: [B, Q, D] float32 and the number of rounds, float32 [].
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
+  mesh = mesh_to_split()
+  if mesh is None:
     cast = [w.astype(x_BQD.dtype) for w, _ in matrices]
     x, expert, weight = _flat(x_BQD), _flat(expert_BQk), _flat(weight_BQk)
     size = routes.block_rows(expert.size, len(cast[0]))
