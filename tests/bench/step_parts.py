@@ -17,20 +17,19 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?(?:op_name=\"([^\"]*
 _PARTS = (
   ("optimizer", "optimizer"),
   ("indexer", "indexer"),
-  ("select", "indexer"),
-  ("divergence", "indexer"),
-  ("sparse_attention", "attention"),
+  ("jit(teacher)", "indexer"),
+  ("jit(forward)", "attention"),
+  ("jit(backward)", "attention"),
   ("compressor", "compressor"),
   ("experts", "routed experts"),
   ("shared", "shared expert"),
   ("moe", "router"),
   ("engram", "engram"),
   ("hc_", "hyper-connections"),
-  ("collapse", "hyper-connections"),
-  ("expand", "hyper-connections"),
   ("attn", "attention's linear layers"),
-  ("token_nll", "loss"),
-  ("cross_entropy", "loss"),
+  ("cd,vd->cv", "loss"),
+  ("cv,cd->vd", "loss"),
+  ("cv,vd->cd", "loss"),
 )
 
 
