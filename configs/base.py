@@ -63,7 +63,7 @@ UNITS = {
   "model.numerics.scores_bf16": "on or off: indexer scores rounded",
   "model.numerics.activations_fp8": "on or off: inputs of linears in E4M3",
   "model.scan_layers": "on or off: equal groups of layers compiled once",
-  "model.remat": "none, block or block_keep_attention: what the backward pass computes again",
+  "model.remat": "none, block or block_keep_results: what the backward pass computes again",
   "data.paths": "folders written by `python -m train prepare`",
   "data.weights": "share of the rows that each folder gives, any scale; empty: equal shares",
   "data.slots": "tokens per row",

@@ -19,7 +19,7 @@ def get_config(variant: str = "one_gpu") -> ml_collections.ConfigDict:
   """
   c = base.get_config()
   model = c.model
-  model.update(dim=2560, decoder_start=6, remat="block_keep_attention")
+  model.update(dim=2560, decoder_start=6, remat="block_keep_results")
   model.compress_ratios = (0, 0) + (2,) * 4 + (1,) * 8
   model.update(kv_sources=(2, 4, 6), index_sources=(2, 4, 6, 10))
   model.attention.q_rank = 1024

@@ -163,7 +163,7 @@ class ModelConfig(Config):
   init_std: float = 0.02  # of matrices, embeddings and tables; the report states none (ours)
   scan_layers: bool = True  # False: one subtree per layer
   # What the backward pass computes again (nn/block.py).
-  remat: Literal["none", "block", "block_keep_attention"] = "block"
+  remat: Literal["none", "block", "block_keep_results"] = "block"
 
   @property
   def num_layers(self) -> int:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from deepseek_jax.by_slots import KEPT
 from deepseek_jax.config import LayerSpec, ModelConfig
@@ -64,11 +65,13 @@ class Block(nn.Module):
 
     at_attention = _observed(tap, "hc_attn", site("hc_attn", 0)(streams))
     y_BQD, carry, kl = attention(x_BQD, slots, around.entries, carry)
+    y_BQD = checkpoint_name(y_BQD, _RESULT)
     streams = expand(y_BQD, streams, at_attention.post_Xc, at_attention.comb_Xcc)
 
     at_ffn = _observed(tap, "hc_ffn", site("hc_ffn", 1)(streams))
     x_BQD = tap("ffn_in", norm(collapse(streams, at_attention.pre_Xc), gain("ffn_norm")))
     z_BQD, load_text, load_vision, balance, rounds = Moe(cfg, tap, name="moe")(x_BQD, slots)
+    z_BQD = checkpoint_name(z_BQD, _RESULT)
     streams = tap("streams", expand(z_BQD, streams, at_ffn.post_Xc, at_ffn.comb_Xcc))
     streams = constrain(streams, "batch", "slots", None, None)
     carry = carry._replace(streams_BQcD=streams, pre_mix_BQc=at_ffn.pre_Xc)
@@ -83,12 +86,15 @@ def _observed(tap: Tap, name: str, site):
   )
 
 
+_RESULT = "result of a site"  # what attention or the experts add to the streams
+
 # cfg.remat -> names of what a block's backward pass finds; it computes everything else again, from
 # the block's input. None: all is kept.
 REMAT = {
   "none": None,
   "block": (SELECTION,),
-  "block_keep_attention": (SELECTION, KEPT),  # 2 H d + 4 H bytes a token and layer in bfloat16
+  # 2 H d + 4 H bytes of attention and 4 D of results, a token and layer, in bfloat16
+  "block_keep_results": (SELECTION, KEPT, _RESULT),
 }
 
 

@@ -40,21 +40,36 @@ def gradient(remat: str):
     return jax.make_jaxpr(jax.grad(total, allow_int=True))(variables, layout).jaxpr
 
 
-def runs(program, kernel: str) -> int:
-  """Calls of a kernel whose results are read: the compiler leaves the others out."""
+def runs(program, wanted) -> int:
+  """Calls that `wanted` picks and whose results are read: the compiler leaves the others out."""
   read = {v for eqn in program.eqns for v in eqn.invars if isinstance(v, jax.extend.core.Var)}
   read |= {v for v in program.outvars if isinstance(v, jax.extend.core.Var)}
-  labels = lambda eqn: f"{eqn.params.get('name')} {eqn.params.get('name_and_src_info')}"
-  called = lambda eqn: eqn.primitive.name == "pallas_call" and kernel in labels(eqn)
-  here = sum(called(eqn) and any(v in read for v in eqn.outvars) for eqn in program.eqns)
-  nested = (e.params for e in program.eqns if not called(e))
+  here = sum(wanted(eqn) and any(v in read for v in eqn.outvars) for eqn in program.eqns)
+  nested = (e.params for e in program.eqns if not wanted(e))
   inside = [i for params in nested for i in jax.extend.core.jaxprs_in_params(params)]
-  return here + sum(runs(i, kernel) for i in inside)
+  return here + sum(runs(i, wanted) for i in inside)
+
+
+def attention(eqn) -> bool:
+  label = f"{eqn.params.get('name')} {eqn.params.get('name_and_src_info')}"
+  return eqn.primitive.name == "pallas_call" and "sparse_attention_forward" in label
+
+
+def experts(eqn) -> bool:
+  return eqn.primitive.name == "ragged_dot_general"
 
 
 def test_the_attention_runs_again_only_where_its_result_is_not_kept():
-  assert {remat: runs(gradient(remat), "sparse_attention_forward") for remat in REMAT} == {
+  assert {remat: runs(gradient(remat), attention) for remat in REMAT} == {
     "none": 1,
     "block": 2,
-    "block_keep_attention": 1,
+    "block_keep_results": 1,
+  }
+
+
+def test_kept_results_spare_the_last_of_an_experts_three_products():
+  assert {remat: runs(gradient(remat), experts) for remat in REMAT} == {
+    "none": 9,
+    "block": 9 + 3,
+    "block_keep_results": 9 + 2,
   }
