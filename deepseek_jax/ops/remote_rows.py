@@ -117,7 +117,7 @@ def _add_up(own: Ownership, kept, number, d_taken):
 
   def one_round(total, segments):
     asked_C = exchange.there(trip.number_Y, segments, own.axes, trip.capacity)
-    filled_C = jnp.arange(trip.capacity) < jnp.sum(segments.from_size_n)
+    filled_C = jnp.arange(trip.capacity) < jnp.sum(segments.from_size_R)
     place_C = jnp.where(filled_C, _place(own, asked_C), -1)
     come = [exchange.there(d, segments, own.axes, trip.capacity) for d in sorted_YF]
     return [add_rows(d_NF, place_C, d_CF) for d_NF, d_CF in zip(total, come, strict=True)]
@@ -135,7 +135,7 @@ def _add_up(own: Ownership, kept, number, d_taken):
 class _Trip(NamedTuple):
   number_Y: jax.Array  # ascending, so that owners are in order; n * N for those without a row
   order_Y: jax.Array  # int32, where each of them was
-  sizes_nn: jax.Array  # int32 numbers of each device for each owner
+  sizes_nn1: jax.Array  # int32 numbers of each device for each owner
 
   @property
   def capacity(self) -> int:
@@ -149,18 +149,18 @@ def _plan(own: Ownership, number: jax.Array) -> _Trip:
   number_Y, order_Y = jax.lax.sort((flat_Y, place_Y), num_keys=1, is_stable=True)
   first = jnp.searchsorted(number_Y, jnp.arange(devices + 1, dtype=jnp.int32) * rows)
   sizes_n = jnp.diff(first).astype(jnp.int32)
-  return _Trip(number_Y, order_Y, jax.lax.all_gather(sizes_n, own.axes))
+  return _Trip(number_Y, order_Y, jax.lax.all_gather(sizes_n[:, None], own.axes))
 
 
 def _in_rounds(own: Ownership, trip: _Trip, one_round, start):
   """one_round(value, segments) until nobody has anything to send; equally often everywhere."""
   me = jax.lax.axis_index(own.axes)
   everywhere = jax.sharding.get_abstract_mesh().axis_names
-  count = jax.lax.pmax(exchange.rounds(trip.sizes_nn, trip.capacity), everywhere)
+  count = jax.lax.pmax(exchange.rounds(trip.sizes_nn1, trip.capacity), everywhere)
 
   def step(state):
     number, value = state
-    segments = exchange.segments(trip.sizes_nn, me, number, trip.capacity)
+    segments = exchange.segments(trip.sizes_nn1, me, number, trip.capacity)
     return number + 1, one_round(value, segments)
 
   return jax.lax.while_loop(lambda state: state[0] < count, step, (jnp.int32(0), start))[1]
@@ -173,9 +173,9 @@ def _place(own: Ownership, asked_C):
 
 
 def _in_this_round(own: Ownership, number_Y, segments: exchange.Segments):
-  owner_Y = jnp.minimum(number_Y // math.prod(own.shape), len(segments.begin_n) - 1)
-  since_Y = jnp.arange(len(number_Y)) - segments.begin_n[owner_Y]
-  return (since_Y >= 0) & (since_Y < segments.size_n[owner_Y])
+  owner_Y = jnp.minimum(number_Y // math.prod(own.shape), len(segments.begin_R) - 1)
+  since_Y = jnp.arange(len(number_Y)) - segments.begin_R[owner_Y]
+  return (since_Y >= 0) & (since_Y < segments.size_R[owner_Y])
 
 
 def _flat(x, leading: int):

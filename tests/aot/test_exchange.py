@@ -32,10 +32,10 @@ def test_rows_travel_there_and_back_and_so_do_their_gradients(name, axis, width)
   mesh = make_mesh(MeshConfig(fsdp=2, expert=len(devices) // 2), list(devices))
   rows = PartitionSpec(("fsdp", "expert"))
 
-  def trip(x_Y, sizes_nn):
-    here = exchange.segments(sizes_nn, jax.lax.axis_index(axis), 1, 512)
-    y_C = jnp.sin(exchange.there(x_Y, here, axis, 512))
-    return exchange.back(y_C, here, axis, len(x_Y))
+  def trip(x_Y, sizes_nnL):
+    here = exchange.segments(sizes_nnL, jax.lax.axis_index(axis), 1, 512, block=8)
+    y_P = jnp.sin(exchange.there(x_Y, here, axis, exchange.buffer_rows(512, 3, 8)))
+    return exchange.back(y_P, here, axis, len(x_Y))
 
   split = jax.shard_map(
     trip, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows, check_vma=False
@@ -46,7 +46,7 @@ def test_rows_travel_there_and_back_and_so_do_their_gradients(name, axis, width)
   )
   n = len(devices) if axis != "expert" else len(devices) // 2
   x = place((1024 * len(devices), *width), jnp.bfloat16 if width else jnp.float32, rows)
-  text = compiled(mesh, jax.grad(total), x, place((n, n), jnp.int32, PartitionSpec()))
+  text = compiled(mesh, jax.grad(total), x, place((n, n, 3), jnp.int32, PartitionSpec()))
   found = collectives(text)
   assert found["ragged-all-to-all"]["count"] == 3  # there, and both gradients
   assert "all-gather" not in found and "all-to-all" not in found

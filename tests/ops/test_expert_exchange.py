@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from deepseek_jax.ops.exchange import buffer_rows
 from deepseek_jax.ops.expert_exchange import routes as expert_routes
 
 X, K, E, D = 24, 2, 5, 3
@@ -87,5 +88,5 @@ def test_padded_rows_suffice_for_the_worst_load(block_rows):
   expert_Xk = np.zeros((X, 1), np.int32)
   expert_Xk[: E - 1, 0] = np.arange(1, E)
   routes = expert_routes.plan(expert_Xk, E, block_rows=block_rows)
-  assert routes.group_rows_E.sum() <= expert_routes.padded_rows(X, E, block_rows)
+  assert routes.group_rows_E.sum() <= buffer_rows(X, E, block_rows)
   assert len(routes.token_P) % block_rows == 0

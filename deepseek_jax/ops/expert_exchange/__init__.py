@@ -1,11 +1,10 @@
 """Tokens travel to the devices that hold their experts and back; none is dropped at any load.
 
-Inside a device every expert's tokens lie together (`routes`); between devices rows move in rounds
-of a bounded buffer (`ops/exchange.py`).
+A device sorts its tokens by expert (`routes`); between devices rows move in rounds of a bounded
+buffer, in which every expert's rows lie together (`ops/exchange.py`).
 
-Legend: B rows, Q slots, X = B Q tokens, D width, E experts, k experts per token, P padded expert
-rows, n devices along the axes that experts are split on, L experts of a device, C rows that one
-device receives in a round.
+Legend: B rows, Q slots, X = B Q tokens, D width, E experts, k experts per token, Y = X k copies,
+P padded expert rows, n devices along the axes that experts are split on, L experts of a device.
 """
 
 import functools
@@ -44,7 +43,7 @@ class _Setup(NamedTuple):
   receive_factor: float
 
   def capacity(self, copies: int) -> int:
-    """C, where a device has so many copies to send."""
+    """Rows that a device receives in a round, where each has so many copies to send."""
     return min(math.ceil(self.receive_factor * copies), self.devices * copies)
 
 
@@ -52,7 +51,7 @@ class _Home(NamedTuple):
   """Where the tokens of this device go."""
 
   routes: routes.Routes  # its copies, ordered by expert
-  load_nE: jax.Array  # int32 copies that each device sends to each expert
+  load_nnL: jax.Array  # int32 copies that each device has for each device's experts
 
 
 def apply_experts(
@@ -84,8 +83,7 @@ def apply_experts(
   if mesh is None:
     cast = [w.astype(x_BQD.dtype) for w, _ in matrices]
     x, expert, weight = _flat(x_BQD), _flat(expert_BQk), _flat(weight_BQk)
-    size = routes.block_rows(expert.size, len(cast[0]))
-    out_XD = _on_this_device(feed_forward, x, expert, weight, cast, size)
+    out_XD = _on_this_device(feed_forward, x, expert, weight, cast)
     return out_XD.reshape(x_BQD.shape), jnp.ones((), jnp.float32)
 
   specs = tuple(partition_spec(names, w.shape, mesh) for w, names in matrices)
@@ -114,15 +112,20 @@ def _kept(tree: Any) -> Any:
   return jax.tree.map(lambda x: checkpoint_name(x, _ROWS), tree)
 
 
-def _on_this_device(feed_forward, x_XD, expert_Xk, weight_Xk, matrices, block_rows):
-  """[X, D] float32; what it returns for a copy that is none (routes.plan) means nothing."""
-  to = _kept(routes.plan(expert_Xk, len(matrices[0]), block_rows=block_rows))
-  multiply = lambda x_PK, w_EKN: _kept(
-    grouped_matmul(x_PK, w_EKN, to.group_rows_E, block_rows=block_rows)
-  )
-  x_PD = _kept(routes.to_experts(x_XD, to))
-  weight_P = _kept(routes.weights_to_experts(weight_Xk, to))
-  return routes.from_experts(feed_forward(multiply, x_PD, weight_P, *matrices), to)
+def _on_this_device(feed_forward, x_XD, expert_Xk, weight_Xk, matrices):
+  """[X, D] float32, where every expert is here."""
+  block = routes.block_rows(expert_Xk.size, len(matrices[0]))
+  to = _kept(routes.plan(expert_Xk, len(matrices[0]), block_rows=block))
+  x_PD = routes.to_experts(x_XD, to)
+  weight_P = routes.weights_to_experts(weight_Xk, to)
+  y_PD = _experts(feed_forward, x_PD, weight_P, matrices, to.group_rows_E, block)
+  return routes.from_experts(y_PD, to)
+
+
+def _experts(feed_forward, x_PD, weight_P, matrices, rows_L, block_rows):
+  """[P, D]: rows that lie by expert, rows_L for each."""
+  multiply = lambda x_PK, w_LKN: _kept(grouped_matmul(x_PK, w_LKN, rows_L, block_rows=block_rows))
+  return feed_forward(multiply, _kept(x_PD), _kept(weight_P), *matrices)
 
 
 def _on_mesh(setup: _Setup, x_BQD, expert_BQk, weight_BQk, matrices):
@@ -132,27 +135,21 @@ def _on_mesh(setup: _Setup, x_BQD, expert_BQk, weight_BQk, matrices):
   # devices of the gradients for one to move behind it, and hold a constant of their size.
   whole = _gather(setup, matrices, x.dtype)
   if not setup.axes:
-    size = routes.block_rows(expert.size, len(matrices[0]))
-    out_XD = _on_this_device(setup.feed_forward, x, expert, weight, whole, size)
+    out_XD = _on_this_device(setup.feed_forward, x, expert, weight, whole)
     return out_XD.reshape(x_BQD.shape), jnp.ones((), jnp.float32)
 
   to = routes.plan(expert, setup.devices * len(matrices[0]), block_rows=1)
-  home = _kept(_Home(to, jax.lax.all_gather(to.group_rows_E, setup.axes)))
+  load_nL = to.group_rows_E.reshape(setup.devices, -1)
+  home = _kept(_Home(to, jax.lax.all_gather(load_nL, setup.axes)))
   floats = x, weight, whole
   out_XD = _one_round(setup, 0, floats, home)
   rounds, capacity = jnp.ones((), jnp.int32), setup.capacity(expert.size)
   if capacity < setup.devices * expert.size:
     # Devices meet in every round, so that all take as many as the one that needs most.
-    most = exchange.rounds(_sizes(home.load_nE), capacity)
+    most = exchange.rounds(home.load_nnL, capacity)
     rounds = _kept(jax.lax.pmax(most, setup.every_axis))
     out_XD: Any = _add_other_rounds(setup, out_XD, rounds, floats, home)  # custom_vjp has no types
   return out_XD.reshape(x_BQD.shape), rounds.astype(jnp.float32)
-
-
-def _sizes(load_nE: jax.Array) -> jax.Array:
-  """int32 [n, n]: copies that each device sends to each."""
-  n = len(load_nE)
-  return jnp.sum(load_nE.reshape(n, n, -1), axis=-1)
 
 
 def _gather(setup: _Setup, matrices, dtype):
@@ -163,32 +160,17 @@ def _gather(setup: _Setup, matrices, dtype):
 def _one_round(setup: _Setup, round_, floats, home: _Home) -> jax.Array:
   """[X, D] float32: what the copies of this round add to the tokens of this device."""
   x_XD, weight_Xk, matrices = floats
-  copies, me = home.routes.row_Xk.size, jax.lax.axis_index(setup.axes)
-  capacity = setup.capacity(copies)
-  here = _kept(exchange.segments(_sizes(home.load_nE), me, round_, capacity))
-  there = lambda x_Y: exchange.there(x_Y, here, setup.axes, capacity)
-  expert_C1 = _expert_of_row(home.load_nE, me, round_, capacity)[:, None]
-  x_CD = there(routes.to_experts(x_XD, home.routes))
-  weight_C1 = there(routes.weights_to_experts(weight_Xk, home.routes))[:, None]
-  size = routes.block_rows(copies, len(matrices[0]))
-  y_CD = _on_this_device(setup.feed_forward, x_CD, expert_C1, weight_C1, matrices, size)
-  y_YD = exchange.back(y_CD.astype(x_XD.dtype), here, setup.axes, copies)
+  copies, local = home.routes.row_Xk.size, len(matrices[0])
+  capacity, block = setup.capacity(copies), routes.block_rows(copies, local)
+  me = jax.lax.axis_index(setup.axes)
+  here = _kept(exchange.segments(home.load_nnL, me, round_, capacity, block))
+  rows = exchange.buffer_rows(capacity, local, block)
+  there = lambda x_Y: exchange.there(x_Y, here, setup.axes, rows)
+  x_PD = there(routes.to_experts(x_XD, home.routes))
+  weight_P = there(routes.weights_to_experts(weight_Xk, home.routes))
+  y_PD = _experts(setup.feed_forward, x_PD, weight_P, matrices, here.rows_L, block)
+  y_YD = exchange.back(y_PD.astype(x_XD.dtype), here, setup.axes, copies)
   return routes.from_experts(y_YD, home.routes)
-
-
-def _expert_of_row(load_nE: jax.Array, me: jax.Array, round_, capacity: int) -> jax.Array:
-  """[C] int32: which of my experts each row that I receive is for; L in places that stay empty.
-
-  My queue is ordered by source and, in what a source sends, by expert.
-  """
-  n = len(load_nE)
-  load_nL = load_nE.reshape(n, n, -1)[:, me]
-  end_nL = jnp.cumsum(load_nL.reshape(-1))
-  place_C = round_ * capacity + jnp.arange(capacity)
-  local = load_nL.shape[1]
-  # A binary search would be a loop, and in a loop a GPU waits for the host.
-  run_C = jnp.searchsorted(end_nL, place_C, side="right", method="compare_all")
-  return jnp.where(place_C < end_nL[-1], run_C % local, local).astype(jnp.int32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

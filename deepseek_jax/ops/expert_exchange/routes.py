@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from deepseek_jax.ops import dispatch
+from deepseek_jax.ops.exchange import buffer_rows
 
 # Rows that share one expert's matrix in a block; small, since each expert wastes up to one block.
 _LARGEST_BLOCK = 128
@@ -25,25 +26,18 @@ class Routes(NamedTuple):
 
 
 def plan(expert_Xk: jax.Array, experts: int, *, block_rows: int) -> Routes:
-  """Lays tokens out by expert. Row counts are data; the number of padded rows is not.
-
-  A copy whose expert is `experts`, one too many, is none: no row is made for it, and what comes
-  back in its place means nothing.
-  """
+  """Lays tokens out by expert. Row counts are data; the number of padded rows is not."""
   flat_Y = expert_Xk.reshape(-1)
   copies = flat_Y.shape[0]
-  rows = padded_rows(copies, experts, block_rows)
+  rows = buffer_rows(copies, experts, block_rows)
   order_Y = jnp.argsort(flat_Y, stable=True)
   load_E = jnp.sum(flat_Y[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
   group_rows_E = -(-load_E // block_rows) * block_rows
   # A token's row: where its expert's run starts, plus how many copies sort before it in the run.
   shift_E = (jnp.cumsum(group_rows_E) - group_rows_E) - (jnp.cumsum(load_E) - load_E)
-  sorted_Y = flat_Y[order_Y]
-  sorted_row_Y = jnp.arange(copies, dtype=jnp.int32) + shift_E[sorted_Y]
-  sorted_row_Y = jnp.where(sorted_Y < experts, sorted_row_Y, rows)
-  token_P = jnp.full(rows, copies, jnp.int32)
-  token_P = token_P.at[sorted_row_Y].set(order_Y.astype(jnp.int32), mode="drop")
-  row_Y = jnp.zeros(copies, jnp.int32).at[order_Y].set(jnp.minimum(sorted_row_Y, rows - 1))
+  sorted_row_Y = jnp.arange(copies, dtype=jnp.int32) + shift_E[flat_Y[order_Y]]
+  token_P = jnp.full(rows, copies, jnp.int32).at[sorted_row_Y].set(order_Y.astype(jnp.int32))
+  row_Y = jnp.zeros(copies, jnp.int32).at[order_Y].set(sorted_row_Y)
   return Routes(row_Y.reshape(expert_Xk.shape), token_P, group_rows_E)
 
 
@@ -53,11 +47,6 @@ def block_rows(copies: int, experts: int) -> int:
   while block < _LARGEST_BLOCK and block * 8 * experts <= copies:
     block *= 2
   return block
-
-
-def padded_rows(copies: int, experts: int, block_rows: int) -> int:
-  """Rows that suffice for any load: each expert wastes less than one block."""
-  return (copies + experts * (block_rows - 1)) // block_rows * block_rows
 
 
 def _gather_or_zero(x, index):
