@@ -10,18 +10,28 @@ from typing import NamedTuple
 
 
 class Flag(NamedTuple):
-  variable: str  # the environment variable that the compiler reads
-  name: str
+  variable: str  # the environment variable that the compiler or JAX reads
+  name: str | None  # None: the value is all of the variable
   value: str
   devices: int  # the fewest devices that it makes sense for
   slices: int  # likewise
   why: str
 
   def __str__(self) -> str:
-    return f"--{self.name}={self.value}"
+    return self.value if self.name is None else f"--{self.name}={self.value}"
 
 
 GPU = (
+  Flag(
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    None,
+    "0.92",
+    devices=1,
+    slices=1,
+    # docs.jax.dev/en/latest/gpu_memory_allocation.html: 75% unless told otherwise, and
+    # configs/small.py needs 84% of an H200; what is left holds the driver's and NCCL's buffers.
+    why="share of a GPU's memory that arrays may take",
+  ),
   Flag(
     "XLA_FLAGS",
     "xla_allow_excess_precision",
@@ -44,11 +54,12 @@ GPU = (
   Flag(
     "XLA_FLAGS",
     "xla_gpu_enable_latency_hiding_scheduler",
-    "true",
+    "false",
     devices=2,
     slices=1,
-    # docs.jax.dev/en/latest/gpu_performance_tips.html: off by default; on in NVIDIA's JAX image.
-    why="computes while collectives are under way",
+    # With it, the first step on two H200s never ended: ragged all-to-alls wait for each other on
+    # the device, beside other collectives (docs/log.md).
+    why="one collective at a time",
   ),
 )
 TPU = (
@@ -96,7 +107,9 @@ def variables(chosen: Sequence[Flag], own: Mapping[str, str]) -> dict[str, str]:
   texts = {flag.variable: own.get(flag.variable, "").split() for flag in chosen}
   for flag in reversed(chosen):
     words = texts[flag.variable]
-    if flag.name not in {word.lstrip("-").partition("=")[0] for word in words}:
+    names = {word.lstrip("-").partition("=")[0] for word in words}
+    is_set = bool(words) if flag.name is None else flag.name in names
+    if not is_set:
       words.insert(0, str(flag))
   return {variable: " ".join(words) for variable, words in texts.items()}
 

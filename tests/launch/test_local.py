@@ -46,7 +46,7 @@ def test_gpus_are_shared_out(capsys, monkeypatch):
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
   text = dry_run(capsys, "--processes=2", "--config.mesh.fsdp=4")
   assert "JAX_LOCAL_DEVICE_IDS=0,1 " in text and "JAX_LOCAL_DEVICE_IDS=2,3 " in text
-  assert text.count("--xla_gpu_enable_latency_hiding_scheduler=true") == 3  # once for people
+  assert text.count("--xla_gpu_enable_latency_hiding_scheduler=false") == 3  # once for people
   assert main(["local", *arguments("--processes=3", "--config.mesh.fsdp=3")]) == 2
   assert "--processes 3 cannot share 4 GPUs equally." in capsys.readouterr().err
 

@@ -57,7 +57,8 @@ jax.jit(jnp.sum, in_shardings=on_it).lower(jax.ShapeDtypeStruct((8, 128), jnp.fl
 def test_one_device_has_no_flags_for_collectives():
   one = {kind: xla_flags.flags(kind, devices=1) for kind in xla_flags.TABLE}
   assert all(flags == () for kind, flags in one.items() if kind != "gpu")
-  assert {flag.name for flag in one["gpu"]} == {
+  assert {flag.name or flag.variable for flag in one["gpu"]} == {
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "xla_allow_excess_precision",
     "xla_gpu_enable_triton_gemm",
   }
@@ -69,7 +70,7 @@ def test_flags_for_several_slices_are_for_several_slices():
 
 
 def test_the_user_has_the_last_word():
-  chosen = xla_flags.flags("gpu", devices=2)
+  chosen = [flag for flag in xla_flags.flags("gpu", devices=2) if flag.name is not None]
   first, *rest = chosen
   others = " ".join(map(str, rest))
   given = f"--xla_force_host_platform_device_count=2 --{first.name}=mine"
@@ -77,3 +78,9 @@ def test_the_user_has_the_last_word():
   assert of(given) == f"{others} {given}"
   assert xla_flags.variables(chosen, {}) == {"XLA_FLAGS": f"{first} {others}"}
   assert of(f"--{first.name}s=mine") == f"{first} {others} --{first.name}s=mine"
+
+
+def test_a_variable_with_one_value_keeps_the_user_s():
+  name, chosen = "XLA_PYTHON_CLIENT_MEM_FRACTION", xla_flags.flags("gpu", devices=1)
+  assert xla_flags.variables(chosen, {})[name] == "0.92"
+  assert xla_flags.variables(chosen, {name: "0.5"})[name] == "0.5"
