@@ -15,8 +15,8 @@ from deepseek_jax.optim.adamw import update_count
 from deepseek_jax.optim.schedule import Schedule
 from deepseek_jax.types import LayerAux
 
-# (params, balance, layout, denominators) -> (loss, (metrics, LayerAux of the layers, their health or
-# None)), where loss and metrics are shares of the batch that `denominators` counted.
+# (params, balance, layout, denominators) -> (loss, (metrics, LayerAux of the layers, their health
+# or None)), where loss and metrics are shares of the batch that `denominators` counted.
 LossFn = Callable[..., tuple[jax.Array, tuple[dict[str, jax.Array], dict, Any]]]
 
 
@@ -59,8 +59,9 @@ def make_train_step(
   Returns: step(state, batch) -> (state, metrics). Metrics are float32 or int32 scalars: "loss",
     "grad_norm" (before clipping), "lr", "tokens" (real slots), "loss_tokens" (sum of loss weights),
     "skipped" (in a row, so more than 0 when this step was), "router_imbalance", "expert_rounds"
-    (mean over layers and micro-batches; 1 where all tokens reached their experts at once), and
-    loss_fn's.
+    (mean over layers and micro-batches; 1 where all tokens reached their experts at once),
+    loss_fn's, and where it gives health: those of objective/health.py and router_bias.condition,
+    and norms of gradients and updates by part.
   """
 
   def train_step(state: TrainState, batch: Layout) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -93,7 +94,9 @@ def make_train_step(
       "expert_rounds": _mean_rounds(layers) / micro_batches,
     }
     if health is not None:
-      metrics |= health_metrics(health) | _norms(grads, "grad_norm") | _norms(updates, "update_norm")
+      metrics |= (
+        health_metrics(health) | _norms(grads, "grad_norm") | _norms(updates, "update_norm")
+      )
       metrics |= router_bias.condition(balance, layers)
     return TrainState(state.step + 1, params, balance, opt_state, skipped), metrics
 

@@ -5,7 +5,7 @@ W window, P pool blocks.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,8 @@ def attention_mass(
     exists_BN: bool, cells that hold an entry.
     sink_H: float32 logit of the sink.
     window: slots, the query's own included.
-    samples: queries looked at in a row, evenly spaced; all of them where it has fewer.
+    samples: queries looked at in a row, evenly spaced; all of them where it has fewer. All their
+      logits, [B, samples, H, N] in float32, exist at a time, on a mesh the share of a device.
     pool_block_size: entries of a pool block.
   """
   still = jax.lax.stop_gradient
@@ -94,10 +95,8 @@ def _own(place: Place, queries: Queries, rows, pieces, weights, *, window, every
   largest_Bq = jnp.max(window_BqHW, axis=(2, 3))
   chosen_BqH = all_BqH = pool_BqH = jnp.full_like(near_BqH, _LOWEST)
   if entry_kv_BNd is not None:
-    look = functools.partial(_entries, entry_kv_BNd, exists_BN, block)
-    by_query = jax.tree.map(lambda x_Bq: jnp.moveaxis(x_Bq, 1, 0), at)
-    found = jax.lax.map(look, by_query)  # one at a time: every one has logits for all entries
-    chosen_BqH, all_BqH, pool_BqH, most_BqH = (jnp.moveaxis(x, 0, 1) for x in found)
+    found = _entries(entry_kv_BNd, exists_BN, block, at)
+    chosen_BqH, all_BqH, pool_BqH, most_BqH = found
     largest_Bq = jnp.maximum(largest_Bq, jnp.max(most_BqH, axis=2))
 
   served_BqH = jnp.logaddexp(near_and_sink_BqH, chosen_BqH)
@@ -132,17 +131,18 @@ def _window_logits(place: Place, kv_BQd, at: Queries, picked_q, window: int) -> 
   return jnp.where(seen_BqW[:, :, None], logits * at.q_BQHd.shape[-1] ** -0.5, _LOWEST)
 
 
-def _entries(entry_kv_BNd, exists_BN, block: int, at: Any):
-  """[B,H] each: log of the sums of exp(logit) over chosen, visible and pooled entries; the largest
-  logit of a chosen one."""
+def _entries(entry_kv_BNd, exists_BN, block: int, at: Queries):
+  """[B,q,H] each: log of the sums of exp(logit) over chosen, visible and pooled entries; the
+  largest logit of a chosen one."""
   count = entry_kv_BNd.shape[1]
-  logits = einsum_f32("bhd,bnd->bhn", at.q_BQHd, entry_kv_BNd) * at.q_BQHd.shape[-1] ** -0.5
+  logits_BqHN = einsum_f32("bqhd,bnd->bqhn", at.q_BQHd, entry_kv_BNd) * at.q_BQHd.shape[-1] ** -0.5
   entry_N = jnp.arange(count)
-  inside_BN = (entry_N >= at.begin_BQ[:, None]) & (entry_N < at.end_BQ[:, None]) & exists_BN
-  chosen_BN = is_member(at.selection_BQK[:, None], count)[:, 0]
-  pooled_BN = inside_BN
+  inside_BqN = (entry_N >= at.begin_BQ[..., None]) & (entry_N < at.end_BQ[..., None])
+  inside_BqN &= exists_BN[:, None]
+  chosen_BqN = is_member(at.selection_BQK, count)
+  pooled_BqN = inside_BqN
   if at.pool_BQP is not None:
-    pooled_BN &= in_pool(at.pool_BQP[:, None], at.begin_BQ[:, None], entry_N, block)[:, 0]
-  only = lambda which_BN: jnp.where(which_BN[:, None], logits, _LOWEST)
-  sums = [jax.nn.logsumexp(only(which), axis=-1) for which in (chosen_BN, inside_BN, pooled_BN)]
-  return *sums, jnp.max(only(chosen_BN), axis=-1)
+    pooled_BqN &= in_pool(at.pool_BQP, at.begin_BQ, entry_N, block)
+  only = lambda which_BqN: jnp.where(which_BqN[:, :, None], logits_BqHN, _LOWEST)
+  sums = [jax.nn.logsumexp(only(which), axis=-1) for which in (chosen_BqN, inside_BqN, pooled_BqN)]
+  return *sums, jnp.max(only(chosen_BqN), axis=-1)
