@@ -15,7 +15,7 @@ from deepseek_jax.nn.compressor import Compressor
 from deepseek_jax.nn.health import report
 from deepseek_jax.nn.indexer import Indexer
 from deepseek_jax.nn.linear import fp8_input
-from deepseek_jax.ops.attention_mass import Queries, attention_mass
+from deepseek_jax.ops.attention_mass import Choice, Queries, attention_mass
 from deepseek_jax.ops.matmul import dot
 from deepseek_jax.ops.quantize import fake_fp8, fake_main
 from deepseek_jax.ops.rms_norm import rms_norm
@@ -121,12 +121,9 @@ class Attention(nn.Module):
     kv_BNd = exists_BN = None
     if ratio := self.spec.ratio:
       kv_BNd, exists_BN = carry.shared_kv_BNd, entries[ratio].exists_BN
-      queries = queries._replace(
-        selection_BQK=carry.selection_BQK,
-        begin_BQ=slots.entry_begin_BQ[ratio],
-        end_BQ=slots.entry_end_BQ[ratio],
-        pool_BQP=carry.pool_BQW,
-      )
+      begin, end = slots.entry_begin_BQ[ratio], slots.entry_end_BQ[ratio]
+      choice = Choice(carry.selection_BQK, begin, end, carry.pool_BQW)
+      queries = queries._replace(choice=choice)
     mass = attention_mass(
       queries,
       kv_BNd,

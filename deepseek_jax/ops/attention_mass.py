@@ -31,17 +31,23 @@ class AttentionMass(NamedTuple):
   pool_recall: jax.Array  # likewise the candidate pool; 1 where there is none
 
 
+class Choice(NamedTuple):
+  """Which entries a query sees, and which of them were chosen for it."""
+
+  selection_BQK: jax.Array  # int32, -1 at the end
+  begin_BQ: jax.Array  # int32, as in ops.indexer.Visible
+  end_BQ: jax.Array
+  pool_BQP: jax.Array | None  # int32 blocks, -1 at the end; None without a pool
+
+
 class Queries(NamedTuple):
-  """What belongs to a query slot; the last four are None in a layer without entries."""
+  """What belongs to a query slot."""
 
   q_BQHd: jax.Array
   window_kv_BQd: jax.Array
   segment_start_BQ: jax.Array  # int32
   counts_BQ: jax.Array  # bool
-  selection_BQK: jax.Array | None = None  # int32, -1 at the end
-  begin_BQ: jax.Array | None = None  # int32, as in ops.indexer.Visible
-  end_BQ: jax.Array | None = None
-  pool_BQP: jax.Array | None = None  # int32 blocks, -1 at the end; None also without a pool
+  choice: Choice | None = None  # None in a layer without entries
 
 
 def attention_mass(
@@ -70,8 +76,8 @@ def attention_mass(
       logits, [B, samples, H, N] in float32, exist at a time, on a mesh the share of a device.
     pool_block_size: entries of a pool block.
   """
-  still = jax.lax.stop_gradient
-  queries, entry_kv_BNd, sink_H = map(still, (queries, entry_kv_BNd, sink_H))
+  queries = jax.lax.stop_gradient(queries)
+  entry_kv_BNd, sink_H = jax.lax.stop_gradient((entry_kv_BNd, sink_H))
   every = max(1, queries.q_BQHd.shape[1] // samples)
   own = functools.partial(_own, window=window, every=every, block=pool_block_size)
   rows = (entry_kv_BNd, exists_BN)
@@ -94,8 +100,8 @@ def _own(place: Place, queries: Queries, rows, pieces, weights, *, window, every
   near_and_sink_BqH = jnp.logaddexp(near_BqH, sink_H)
   largest_Bq = jnp.max(window_BqHW, axis=(2, 3))
   chosen_BqH = all_BqH = pool_BqH = jnp.full_like(near_BqH, _LOWEST)
-  if entry_kv_BNd is not None:
-    found = _entries(entry_kv_BNd, exists_BN, block, at)
+  if at.choice is not None:
+    found = _entries(entry_kv_BNd, exists_BN, block, at.q_BQHd, at.choice)
     chosen_BqH, all_BqH, pool_BqH, most_BqH = found
     largest_Bq = jnp.maximum(largest_Bq, jnp.max(most_BqH, axis=2))
 
@@ -131,11 +137,11 @@ def _window_logits(place: Place, kv_BQd, at: Queries, picked_q, window: int) -> 
   return jnp.where(seen_BqW[:, :, None], logits * at.q_BQHd.shape[-1] ** -0.5, _LOWEST)
 
 
-def _entries(entry_kv_BNd, exists_BN, block: int, at: Queries):
+def _entries(entry_kv_BNd, exists_BN, block: int, q_BqHd, at: Choice):
   """[B,q,H] each: log of the sums of exp(logit) over chosen, visible and pooled entries; the
   largest logit of a chosen one."""
   count = entry_kv_BNd.shape[1]
-  logits_BqHN = einsum_f32("bqhd,bnd->bqhn", at.q_BQHd, entry_kv_BNd) * at.q_BQHd.shape[-1] ** -0.5
+  logits_BqHN = einsum_f32("bqhd,bnd->bqhn", q_BqHd, entry_kv_BNd) * q_BqHd.shape[-1] ** -0.5
   entry_N = jnp.arange(count)
   inside_BqN = (entry_N >= at.begin_BQ[..., None]) & (entry_N < at.end_BQ[..., None])
   inside_BqN &= exists_BN[:, None]

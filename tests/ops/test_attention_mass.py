@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepseek_jax.ops.attention_mass import AttentionMass, Queries, attention_mass
+from deepseek_jax.ops.attention_mass import AttentionMass, Choice, Queries, attention_mass
 from deepseek_jax.sharding import make_mesh
 from deepseek_jax.training_config import MeshConfig
 
@@ -42,10 +42,12 @@ def queries():
     RNG.normal(size=(B, Q, D)).astype(np.float32),
     np.broadcast_to(np.arange(Q) // 7 * 7, (B, Q)).astype(np.int32),
     np.arange(Q) % 5 != np.arange(B)[:, None],
-    -np.sort(-selection, axis=2),
-    np.zeros((B, Q), np.int32),
-    end_BQ,
-    ids(lambda q: -(-(q * N // Q) // BLOCK), 2),
+    Choice(
+      -np.sort(-selection, axis=2),
+      np.zeros((B, Q), np.int32),
+      end_BQ,
+      ids(lambda q: -(-(q * N // Q) // BLOCK), 2),
+    ),
   )
 
 
@@ -61,9 +63,9 @@ def of_query(x: Queries, b, q):
   first = max(x.segment_start_BQ[b, q], q - WINDOW + 1)
   near_Hk = logits_Hk(x.window_kv_BQd[b, first : q + 1])
   entry_HN = logits_Hk(ENTRIES_BND[b])
-  seen = [n for n in range(x.end_BQ[b, q]) if EXISTS_BN[b, n]]
-  chosen = [n for n in x.selection_BQK[b, q] if n >= 0]
-  pooled = [n for n in seen if n // BLOCK in x.pool_BQP[b, q]]
+  seen = [n for n in range(x.choice.end_BQ[b, q]) if EXISTS_BN[b, n]]
+  chosen = [n for n in x.choice.selection_BQK[b, q] if n >= 0]
+  pooled = [n for n in seen if n // BLOCK in x.choice.pool_BQP[b, q]]
   mass_H = lambda those: np.exp(entry_HN[:, those]).sum(1)
   near_H, sink_H = np.exp(near_Hk).sum(1), np.exp(SINK_H)
   served_H, open_H = (near_H + sink_H + mass_H(those) for those in (chosen, seen))
@@ -106,7 +108,7 @@ def test_on_a_mesh_they_are_the_same(mesh):
 
 
 def test_a_layer_without_entries_has_window_and_sink_only():
-  x = queries()._replace(selection_BQK=None, begin_BQ=None, end_BQ=None, pool_BQP=None)
+  x = queries()._replace(choice=None)
   got = attention_mass(x, None, None, SINK_H, window=WINDOW, samples=16)
   assert got.seeing == 0 and got.recall == 0
   np.testing.assert_allclose(got.sink + got.window, got.queries, rtol=1e-6)
