@@ -97,6 +97,7 @@ UNITS = {
   "checkpoint.on_error": "stop or continue after a failed save",
   "validation.every_steps": "steps between two validations, 0: none",
   "validation.rows": "rows of the validation split",
+  "log.observed_queries": "queries of a row whose attention is measured; 0: no health metrics",
   "log.every_steps": "steps between two lines on the screen (metrics.jsonl has every step)",
   "profile.start_step": "first step that is profiled",
   "profile.steps": "steps that are profiled, 0: none",

@@ -13,6 +13,7 @@ from deepseek_jax.config import LayerGroup, ModelConfig
 from deepseek_jax.layout import TEXT, Layout, real_slots
 from deepseek_jax.nn import parameters
 from deepseek_jax.nn.block import Group, Surroundings, make_block
+from deepseek_jax.nn.health import COLLECTION
 from deepseek_jax.ops.hyper_connection import collapse
 from deepseek_jax.ops.rms_norm import rms_norm
 from deepseek_jax.ops.table_lookup import start_rows
@@ -25,11 +26,14 @@ class Model(nn.Module):
 
   Attributes:
     train_indexer: also compute the indexers' own loss.
+    observed_queries: of each row, that layers report the attention of in the collection "health";
+      with 0, which is fit for a model that is not trained, they report the rest.
     tap: observes named values (see types.Tap); anything but the default needs scan_layers=False.
   """
 
   cfg: ModelConfig
   train_indexer: bool = False
+  observed_queries: int = 0
   tap: Tap = no_tap
 
   @nn.compact
@@ -81,18 +85,18 @@ class Model(nn.Module):
         name = f"layer_{spec.layer}"
         tap = lambda key, value, spec=spec: self.tap(f"layers.{spec.layer}.{key}", value)
         tap = no_tap if self.tap is no_tap else tap
-        block = make_block(self.cfg, spec, name, self.train_indexer, tap)
+        block = make_block(self.cfg, spec, name, self.train_indexer, self.observed_queries, tap)
         carry, aux[name] = block(carry, around)
       return carry, aux
     constant: Any = nn.broadcast
     scanned = nn.scan(
       Group,
-      variable_axes={"params": 0, "balance": 0},
+      variable_axes={"params": 0, "balance": 0, COLLECTION: 0},
       split_rngs={"params": True},
       in_axes=constant,
       length=group.repeat,
       metadata_params={nn.PARTITION_NAME: "layers"},
-    )(self.cfg, group.layers, self.train_indexer, name=group.name)
+    )(self.cfg, group.layers, self.train_indexer, self.observed_queries, name=group.name)
     outside = carry._replace(
       streams_BQcD=None, pre_mix_BQc=None, selection_BQK=None, selection_plan=None
     )

@@ -9,14 +9,15 @@ import optax
 
 from deepseek_jax.layout import Layout, real_slots
 from deepseek_jax.objective.denominators import Denominators
-from deepseek_jax.optim import router_bias
+from deepseek_jax.objective.health import health_metrics
+from deepseek_jax.optim import parts, router_bias
 from deepseek_jax.optim.adamw import update_count
 from deepseek_jax.optim.schedule import Schedule
 from deepseek_jax.types import LayerAux
 
-# (params, balance, layout, denominators) -> (loss, (metrics, LayerAux of the layers)), where loss
-# and metrics are shares of the batch that `denominators` counted.
-LossFn = Callable[..., tuple[jax.Array, tuple[dict[str, jax.Array], dict]]]
+# (params, balance, layout, denominators) -> (loss, (metrics, LayerAux of the layers, their health
+# or None)), where loss and metrics are shares of the batch that `denominators` counted.
+LossFn = Callable[..., tuple[jax.Array, tuple[dict[str, jax.Array], dict, Any]]]
 
 
 class TrainState(NamedTuple):
@@ -58,13 +59,14 @@ def make_train_step(
   Returns: step(state, batch) -> (state, metrics). Metrics are float32 or int32 scalars: "loss",
     "grad_norm" (before clipping), "lr", "tokens" (real slots), "loss_tokens" (sum of loss weights),
     "skipped" (in a row, so more than 0 when this step was), "router_imbalance", "expert_rounds"
-    (mean over layers and micro-batches; 1 where all tokens reached their experts at once), and
-    loss_fn's.
+    (mean over layers and micro-batches; 1 where all tokens reached their experts at once),
+    loss_fn's, and where it gives health: those of objective/health.py and router_bias.condition,
+    and norms of gradients and updates by part.
   """
 
   def train_step(state: TrainState, batch: Layout) -> tuple[TrainState, dict[str, jax.Array]]:
     denominators = count(batch)
-    (loss, (metrics, layers)), grads = _accumulate(
+    (loss, (metrics, layers, health)), grads = _accumulate(
       jax.value_and_grad(loss_fn, has_aux=True), state, batch, denominators, micro_batches
     )
     grad_norm = optax.global_norm(grads)
@@ -91,11 +93,20 @@ def make_train_step(
       "router_imbalance": router_bias.imbalance(layers),
       "expert_rounds": _mean_rounds(layers) / micro_batches,
     }
+    if health is not None:
+      metrics |= (
+        health_metrics(health) | _norms(grads, "grad_norm") | _norms(updates, "update_norm")
+      )
+      metrics |= router_bias.condition(balance, layers)
     return TrainState(state.step + 1, params, balance, opt_state, skipped), metrics
 
   # Without shardings for its outputs XLA may return a state that has lost the axis it is split on.
   out_shardings = None if state_shardings is None else (state_shardings, None)
   return jax.jit(train_step, donate_argnums=0, out_shardings=out_shardings)
+
+
+def _norms(tree: Any, name: str) -> dict[str, jax.Array]:
+  return {f"{name}_{part}": norm for part, norm in parts.norms(tree).items()}
 
 
 def _mean_rounds(layers: dict) -> jax.Array:

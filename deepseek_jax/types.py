@@ -66,3 +66,4 @@ class ModelOutput(NamedTuple):
   hidden_BTD: jax.Array  # float32, after the last norm
   head_VD: jax.Array  # float32 output embedding
   layers: dict  # LayerAux per layer, nested and stacked like the parameters
+  health: Any = None  # reports of nn/health.py, nested likewise; None where nobody asked for them

@@ -54,7 +54,7 @@ def loss_and_gradients():
     loss = lambda params: loss_fn(
       params, variables["balance"], layout, count(layout, SETTINGS.model)
     )
-    (value, (metrics, layers)), gradients = jax.value_and_grad(loss, has_aux=True)(
+    (value, (metrics, layers, _)), gradients = jax.value_and_grad(loss, has_aux=True)(
       variables["params"]
     )
     return value, metrics, layers, gradients

@@ -37,6 +37,7 @@ NOT_NEGATIVE = (
   "optim.bias_speed",
   "checkpoint.keep_every",
   "validation.every_steps",
+  "log.observed_queries",
   "profile.start_step",
   "profile.steps",
 )

@@ -40,7 +40,7 @@ def make_step(settings: Settings):
     # Next-token loss + balance loss + the indexers' loss, each divided by its count in the batch.
     denominators = count(batch, settings.model)
     loss_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
-    (loss, (_, layers)), grads = loss_and_grad(params, balance, batch, denominators)
+    (loss, (_, layers, _)), grads = loss_and_grad(params, balance, batch, denominators)
 
     # AdamW on float32 weights; the model casts them to compute_dtype where it uses them.
     updates, opt_state = optimizer.update(grads, opt_state, params)

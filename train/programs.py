@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from configs.schema import Settings
 from deepseek_jax.layout import Layout
 from deepseek_jax.model import Model
+from deepseek_jax.nn.health import COLLECTION
 from deepseek_jax.objective.denominators import count
 from deepseek_jax.objective.pretrain import make_loss_fn
 from deepseek_jax.ops.cross_entropy import linear_token_nll
@@ -70,8 +71,15 @@ def build_programs(settings: Settings, mesh: Mesh) -> Programs:
 
 def training_loss(settings: Settings) -> LossFn:
   """The loss that a step follows, with its metrics, as LossFn describes."""
-  apply, numerics = _apply(_trained_model(settings)), settings.model.numerics
-  return make_loss_fn(apply, settings.objective, numerics.compute_dtype)
+  numerics, queries = settings.model.numerics, settings.log.observed_queries
+  model = _trained_model(settings, queries)
+
+  def apply(variables: Any, layout: Layout) -> ModelOutput:
+    output, left = model.apply(variables, layout, mutable=[COLLECTION])
+    return output._replace(health=left[COLLECTION])
+
+  watched = apply if queries else _apply(model)
+  return make_loss_fn(watched, settings.objective, numerics.compute_dtype)
 
 
 def loss_sums(settings: Settings) -> Callable:
@@ -92,8 +100,8 @@ def loss_sums(settings: Settings) -> Callable:
   return evaluate
 
 
-def _trained_model(settings: Settings) -> Model:
-  return Model(settings.model, train_indexer=settings.objective.indexer != "off")
+def _trained_model(settings: Settings, observed_queries: int = 0) -> Model:
+  return Model(settings.model, settings.objective.indexer != "off", observed_queries)
 
 
 def _apply(model: Model) -> Callable[..., ModelOutput]:

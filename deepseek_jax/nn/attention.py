@@ -12,8 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 from deepseek_jax.config import LayerSpec, ModelConfig
 from deepseek_jax.nn import parameters
 from deepseek_jax.nn.compressor import Compressor
+from deepseek_jax.nn.health import report
 from deepseek_jax.nn.indexer import Indexer
 from deepseek_jax.nn.linear import fp8_input
+from deepseek_jax.ops.attention_mass import Choice, Queries, attention_mass
 from deepseek_jax.ops.matmul import dot
 from deepseek_jax.ops.quantize import fake_fp8, fake_main
 from deepseek_jax.ops.rms_norm import rms_norm
@@ -33,6 +35,7 @@ class Attention(nn.Module):
   cfg: ModelConfig
   spec: LayerSpec
   train_indexer: bool = False
+  observed_queries: int = 0
   tap: Tap = no_tap
 
   def setup(self):
@@ -102,6 +105,8 @@ class Attention(nn.Module):
       plan=carry.selection_plan if spec.ratio else None,
       with_teacher=teaches,
     )
+    if self.observed_queries:
+      self._report(q_BQHd, kv_BQd, slots, entries, carry)
     kl = jnp.zeros((), jnp.float32)
     if teaches:
       teacher_BQK = checkpoint_name(attended.teacher_BQK, SELECTION)
@@ -109,6 +114,32 @@ class Attention(nn.Module):
         index_q, index_weights, carry.selection_BQK, teacher_BQK, slots, carry
       )
     return self._output(attended.out_BQHd, slots), carry, kl
+
+  def _report(self, q_BQHd, kv_BQd, slots: Slots, entries, carry: LayerCarry) -> None:
+    """Where attention goes, and what of it the indexer's choice would catch."""
+    queries = Queries(q_BQHd, kv_BQd, slots.segment_start_BQ, slots.counts_BQ)
+    kv_BNd = exists_BN = None
+    if ratio := self.spec.ratio:
+      kv_BNd, exists_BN = carry.shared_kv_BNd, entries[ratio].exists_BN
+      begin, end = slots.entry_begin_BQ[ratio], slots.entry_end_BQ[ratio]
+      choice = Choice(carry.selection_BQK, begin, end, carry.pool_BQW)
+      queries = queries._replace(choice=choice)
+    mass = attention_mass(
+      queries,
+      kv_BNd,
+      exists_BN,
+      self.sink,
+      window=self.cfg.attention.window,
+      samples=self.observed_queries,
+      pool_block_size=self.cfg.indexer.pool_block_size,
+    )
+    report(self, "sink_mass", mass.sink, mass.queries)
+    report(self, "window_mass", mass.window, mass.queries)
+    report(self, "largest_logit", mass.largest_logit, 1)
+    if ratio:
+      report(self, "recall", mass.recall, mass.seeing)
+      if carry.pool_BQW is not None:
+        report(self, "pool_recall", mass.pool_recall, mass.seeing)
 
   def _output(self, o_BQHd: jax.Array, slots: Slots) -> jax.Array:
     cfg = self.cfg

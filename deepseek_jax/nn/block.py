@@ -6,6 +6,7 @@ Legend: B rows, S encoder slots, T decoder slots, Q either, c streams, D width.
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
@@ -14,6 +15,7 @@ from deepseek_jax.config import LayerSpec, ModelConfig
 from deepseek_jax.nn import parameters
 from deepseek_jax.nn.attention import SELECTION, Attention
 from deepseek_jax.nn.engram import Engram
+from deepseek_jax.nn.health import report
 from deepseek_jax.nn.hyper_connection import HyperConnection
 from deepseek_jax.nn.moe import Moe
 from deepseek_jax.ops.hyper_connection import collapse, expand
@@ -41,6 +43,7 @@ class Block(nn.Module):
   cfg: ModelConfig
   spec: LayerSpec
   train_indexer: bool = False
+  observed_queries: int = 0
   tap: Tap = no_tap
 
   @nn.compact
@@ -56,7 +59,7 @@ class Block(nn.Module):
     if spec.engram is not None:
       before = around.encoder if spec.starts_decoder else slots
       streams = Engram(cfg, spec.engram, tap, name="engram")(streams, before)
-    attention = Attention(cfg, spec, self.train_indexer, tap, name="attn")
+    attention = Attention(cfg, spec, self.train_indexer, self.observed_queries, tap, name="attn")
     x_BQD = tap("attn_in", norm(collapse(streams, carry.pre_mix_BQc), gain("attn_norm")))
     if spec.kind == "full":  # entries come from every encoder slot, also at the decoder's start
       carry = attention.compress(x_BQD, around.entries[spec.ratio], carry)
@@ -74,8 +77,17 @@ class Block(nn.Module):
     z_BQD = checkpoint_name(z_BQD, _RESULT)
     streams = tap("streams", expand(z_BQD, streams, at_ffn.post_Xc, at_ffn.comb_Xcc))
     streams = constrain(streams, "batch", "slots", None, None)
+    self._report(streams, at_ffn.comb_Xcc)
     carry = carry._replace(streams_BQcD=streams, pre_mix_BQc=at_ffn.pre_Xc)
     return carry, LayerAux(load_text, load_vision, balance, kl, rounds)
+
+  def _report(self, streams_BQcD: jax.Array, comb_BQcc: jax.Array) -> None:
+    """How large the streams are, and how far the mixing is from one that keeps their mean."""
+    sums = jnp.concatenate([jnp.sum(comb_BQcc, axis=axis) for axis in (-2, -1)], axis=-1)
+    error_BQ = jnp.max(jnp.abs(sums - 1), axis=-1)
+    report(self, "hc_error", jnp.sum(error_BQ), error_BQ.size)
+    square_BQ = jnp.mean(jnp.square(streams_BQcD.astype(jnp.float32)), axis=(-2, -1))
+    report(self, "stream_rms", jnp.sum(jnp.sqrt(square_BQ)), square_BQ.size)
 
 
 def _observed(tap: Tap, name: str, site):
@@ -103,6 +115,7 @@ def make_block(
   spec: LayerSpec,
   name: str,
   train_indexer: bool,
+  observed_queries: int,
   tap: Tap,
   *,
   repeated: bool = False,
@@ -115,7 +128,7 @@ def make_block(
   if names is not None:
     keep = jax.checkpoint_policies.save_only_these_names(*names)
     kind = nn.remat(Block, prevent_cse=not repeated, policy=keep)
-  return kind(cfg, spec, train_indexer, tap, name=name)
+  return kind(cfg, spec, train_indexer, observed_queries, tap, name=name)
 
 
 class Group(nn.Module):
@@ -124,6 +137,7 @@ class Group(nn.Module):
   cfg: ModelConfig
   layers: tuple[LayerSpec, ...]
   train_indexer: bool = False
+  observed_queries: int = 0
 
   @nn.compact
   def __call__(self, flow, constant: tuple[LayerCarry, Surroundings]):
@@ -132,6 +146,8 @@ class Group(nn.Module):
     aux = {}
     for number, spec in enumerate(self.layers):
       name = f"layer_{number}"
-      block = make_block(self.cfg, spec, name, self.train_indexer, no_tap, repeated=True)
+      block = make_block(
+        self.cfg, spec, name, self.train_indexer, self.observed_queries, no_tap, repeated=True
+      )
       carry, aux[name] = block(carry, around)
     return (carry.streams_BQcD, carry.pre_mix_BQc), aux

@@ -9,6 +9,7 @@ from flax import linen as nn
 
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import parameters
+from deepseek_jax.nn.health import report
 from deepseek_jax.nn.linear import fp8_input
 from deepseek_jax.ops.matmul import dot
 from deepseek_jax.ops.table_lookup import table_lookup
@@ -64,6 +65,7 @@ class Engram(nn.Module):
     gate_BQc = gate(streams_BQcD, key_BQcD, gain_cD, eps=cfg.norm_eps)
     dead_BQ = slots.is_vision_BQ | (rows_BQR[..., 0] < 0)
     gate_BQc = self.tap("engram.gate", jnp.where(dead_BQ[..., None], 0.0, gate_BQc))
+    report(self, "engram_gate", jnp.sum(gate_BQc), c * jnp.sum(~dead_BQ))
     added = gate_BQc[..., None] * value_BQD.astype(jnp.float32)[..., None, :]
     out = (streams_BQcD.astype(jnp.float32) + added).astype(streams_BQcD.dtype)
     return self.tap("engram.out", out)

@@ -10,6 +10,7 @@ from flax import linen as nn
 
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import parameters
+from deepseek_jax.nn.health import report
 from deepseek_jax.nn.linear import fp8_input
 from deepseek_jax.ops import expert_exchange, router
 from deepseek_jax.ops.matmul import dot, exact_dot
@@ -37,6 +38,8 @@ class SharedExpert(nn.Module):
     x_BQD = fp8_input(x_BQD, cfg.numerics)
     gate_BQF, up_BQF = dot("bqd,df->bqf", x_BQD, w1_DF), dot("bqd,df->bqf", x_BQD, w3_DF)
     hidden_BQF = _clamped(gate_BQF, up_BQF, cfg.moe.limit).astype(x_BQD.dtype)
+    hits_BQF = (gate_BQF > cfg.moe.limit) | (jnp.abs(up_BQF) > cfg.moe.limit)
+    report(self, "clamp_hits", jnp.sum(hits_BQF, dtype=jnp.float32), hits_BQF.size)
     return dot("bqf,fd->bqd", fp8_input(hidden_BQF, cfg.numerics), w2_FD)
 
 

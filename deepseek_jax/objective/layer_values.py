@@ -6,17 +6,17 @@ from typing import Any
 import jax
 
 
-def by_layer(tree: dict[str, Any], leaf: type = jax.Array) -> dict[int, Any]:
+def by_layer(tree: dict[str, Any]) -> dict[int, Any]:
   """Takes repeated groups apart: {"layer_3": x} or {"layers_4_7": {"layer_0": x}} -> {3: x, ...}.
 
   Args:
-    tree: values of layers; those of repeated groups have a leading axis, one place per repetition.
-    leaf: type of a layer's value, an array or a tuple of arrays.
+    tree: values of layers, trees of arrays; those of repeated groups have a leading axis, one place
+      per repetition.
   """
   values = {}
   for name, value in tree.items():
     first = int(name.split("_")[1])
-    if isinstance(value, leaf):
+    if name.startswith("layer_"):
       values[first] = value
       continue
     for inner, stacked in value.items():

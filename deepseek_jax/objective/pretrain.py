@@ -11,7 +11,7 @@ from deepseek_jax.objective.denominators import Denominators
 from deepseek_jax.objective.layer_values import by_layer
 from deepseek_jax.ops.cross_entropy import linear_cross_entropy
 from deepseek_jax.training_config import ObjectiveConfig
-from deepseek_jax.types import LayerAux, ModelOutput
+from deepseek_jax.types import ModelOutput
 
 
 def loss(
@@ -50,7 +50,7 @@ def loss(
     chunk_tokens=cfg.vocab_chunk_tokens,
     compute_dtype=compute_dtype,
   )
-  layers = by_layer(output.layers, LayerAux)
+  layers = by_layer(output.layers)
   total = lambda values: sum(values, start=jnp.zeros((), jnp.float32))
   metrics = {
     "nll": nll / denominators.tokens,
@@ -71,12 +71,13 @@ def make_loss_fn(
 ) -> Callable:
   """The loss in the form that the step takes.
 
-  Returns: (params, balance, layout, denominators) -> (loss, (metrics, LayerAux of the layers)).
+  Returns: (params, balance, layout, denominators) -> (loss, (metrics, LayerAux of the layers, what
+    they report of their health)).
   """
 
   def loss_fn(params: Any, balance: Any, layout: Layout, denominators: Denominators):
     output = apply({"params": params, "balance": balance}, layout)
     scalar, metrics = loss(output, layout, denominators, cfg, compute_dtype)
-    return scalar, (metrics, output.layers)
+    return scalar, (metrics, output.layers, output.health)
 
   return loss_fn

@@ -47,6 +47,25 @@ def imbalance(layers: dict) -> jax.Array:
   return jnp.max(jnp.stack([worst(aux) for aux in jax.tree.leaves(layers, is_leaf=_is_aux)]))
 
 
+def condition(balance: dict, layers: dict) -> dict[str, jax.Array]:
+  """How far routing is from even, float32 scalars of the worst layer: "router_entropy" (of the text
+  slots' loads, over the largest there is: 1 when balanced) and "router_bias_range".
+  """
+
+  def entropy(aux: LayerAux) -> jax.Array:
+    load_E = aux.load_text_E
+    share_E = load_E / jnp.maximum(jnp.sum(load_E, axis=-1, keepdims=True), 1.0)
+    of_layer = jnp.sum(jax.scipy.special.entr(share_E), axis=-1) / jnp.log(load_E.shape[-1])
+    return jnp.min(of_layer)
+
+  ranges = [jnp.max(jnp.ptp(bias_E, axis=-1)) for bias_E in jax.tree.leaves(balance)]
+  reports = jax.tree.leaves(layers, is_leaf=_is_aux)
+  return {
+    "router_entropy": jnp.min(jnp.stack([entropy(aux) for aux in reports])),
+    "router_bias_range": jnp.max(jnp.stack(ranges)),
+  }
+
+
 def _move(bias_E: jax.Array, load_E: jax.Array, speed: float) -> jax.Array:
   moved_E = bias_E + speed * jnp.sign(jnp.mean(load_E, axis=-1, keepdims=True) - load_E)
   centred_E = moved_E - jnp.mean(moved_E, axis=-1, keepdims=True)

@@ -21,6 +21,6 @@ def test_groups_of_two_layers_interleave():
 def test_tuples_of_arrays_come_apart_together():
   ones = np.ones(2)
   stacked = LayerAux(np.arange(6.0).reshape(2, 3), np.zeros((2, 3)), ones, np.arange(2.0), ones)
-  got = by_layer({"layers_4_5": {"layer_0": stacked}}, LayerAux)
+  got = by_layer({"layers_4_5": {"layer_0": stacked}})
   assert got[5].indexer_kl == 1.0
   np.testing.assert_array_equal(got[5].load_text_E, [3, 4, 5])

@@ -40,7 +40,7 @@ def _select_chunk(start, queries, *, keys_BNi, exists_BN, choice, with_scores):
   scores_BCN = jnp.where(inside_BCN & exists_BN[:, None], scores_BCN, _NEGATIVE)
   allowed_BCN = scores_BCN
   if pool_BCW is not None:
-    member_BCN = _in_pool(pool_BCW, begin_BC, entry_N, choice.block_size)
+    member_BCN = in_pool(pool_BCW, begin_BC, entry_N, choice.block_size)
     allowed_BCN = jnp.where(member_BCN, scores_BCN, _NEGATIVE)
   selection_BCK = top_ids(allowed_BCN, choice.top_k)
   published_BCW = None
@@ -85,7 +85,7 @@ def best_blocks(scores_BCN, begin_BC, end_BC, choice):
   return top_ids(jnp.where(pinned_BCG, jnp.inf, best_BCG), choice.publish_blocks)
 
 
-def _in_pool(pool_BCW, begin_BC, entry_N, block: int):
+def in_pool(pool_BCW, begin_BC, entry_N, block: int):
   """[B,C,N] whether an entry's block is one of the pool's."""
   member_BCG = is_member(pool_BCW, -(-len(entry_N) // block))
   block_BCN = (entry_N - begin_BC[..., None]) // block
