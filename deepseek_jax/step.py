@@ -10,7 +10,7 @@ import optax
 from deepseek_jax.layout import Layout, real_slots
 from deepseek_jax.objective.denominators import Denominators
 from deepseek_jax.optim import router_bias
-from deepseek_jax.optim.adamw import update_count
+from deepseek_jax.optim.optimizer import update_count
 from deepseek_jax.optim.schedule import Schedule
 from deepseek_jax.types import LayerAux
 
@@ -49,7 +49,7 @@ def make_train_step(
   Args:
     loss_fn: as LossFn describes.
     count: denominators of a whole batch.
-    optimizer: see deepseek_jax.optim.adamw.
+    optimizer: see deepseek_jax.optim.optimizer.
     schedule: the optimizer's learning rate, for the metrics.
     bias_speed: change of the router biases per step.
     micro_batches: k, pieces that a batch is worked on in; k divides B.
