@@ -30,6 +30,8 @@ RULES: dict[str, tuple[str, ...]] = {
   "vocab": ("tensor",),
   "heads": ("tensor",),
   "mlp": ("tensor",),
+  # Logical matrices that Muon works on, on a device each as far as they go; experts lie so already.
+  "matrices": ("expert", "context", "fsdp", "tensor"),
   "layers": (),  # the axis that a scan over equal groups adds
 }
 

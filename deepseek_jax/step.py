@@ -11,7 +11,7 @@ from deepseek_jax.layout import Layout, real_slots
 from deepseek_jax.objective.denominators import Denominators
 from deepseek_jax.objective.health import health_metrics
 from deepseek_jax.optim import parts, router_bias
-from deepseek_jax.optim.adamw import update_count
+from deepseek_jax.optim.optimizer import update_count
 from deepseek_jax.optim.schedule import Schedule
 from deepseek_jax.types import LayerAux
 
@@ -50,7 +50,7 @@ def make_train_step(
   Args:
     loss_fn: as LossFn describes.
     count: denominators of a whole batch.
-    optimizer: see deepseek_jax.optim.adamw.
+    optimizer: see deepseek_jax.optim.optimizer.
     schedule: the optimizer's learning rate, for the metrics.
     bias_speed: change of the router biases per step.
     micro_batches: k, pieces that a batch is worked on in; k divides B.

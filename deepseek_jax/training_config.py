@@ -16,10 +16,20 @@ class ObjectiveConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig(Config):
+  """Source of the defaults, where none is beside them: model.md sections 6.1 to 6.3."""
+
+  # "muon": Muon, Sinkhorn-balanced momentum and AdamW, each where the report has it (optim/
+  # partition.py); "adamw": AdamW everywhere, to compare with.
+  matrices: Literal["muon", "adamw"] = "muon"
   peak_lr: float = 2.6e-4
   warmup_steps: int = 2000
   final_lr: float = 2.6e-5  # at total_steps, by a cosine from the end of warm-up
-  beta1: float = 0.9
+  table_lr: float = 5.0  # of Engram tables, over the rest
+  momentum: float = 0.95  # Nesterov's, of Muon and of Sinkhorn-balanced momentum
+  update_rms: float = 0.18  # of what these two move a matrix or a row by, before the learning rate
+  # Operands of Muon's products; the report states none, ours.
+  muon_dtype: Literal["float32", "bfloat16"] = "float32"
+  beta1: float = 0.9  # of AdamW, and so are beta2 and eps
   beta2: float = 0.95
   eps: float = 1e-20
   weight_decay: float = 0.1

@@ -9,7 +9,7 @@ from deepseek_jax.config import ModelConfig
 from deepseek_jax.layout import TEXT, Document, build_layout, real_slots, stack_layouts
 from deepseek_jax.objective.denominators import count
 from deepseek_jax.objective.pretrain import make_loss_fn
-from deepseek_jax.optim.adamw import make_optimizer, update_count
+from deepseek_jax.optim.optimizer import make_optimizer, update_count
 from deepseek_jax.optim.schedule import learning_rate
 from deepseek_jax.step import init_state, make_train_step
 from deepseek_jax.training_config import ObjectiveConfig, OptimConfig
@@ -20,7 +20,7 @@ CFG = ModelConfig(
   compress_ratios=(2, 1, 1), kv_sources=(0, 1), index_sources=(0, 1, 2), decoder_start=1
 )
 OBJECTIVE = ObjectiveConfig(balance_weight=0.25, indexer_weight=0.5, vocab_chunk_tokens=7)
-OPTIM = OptimConfig(peak_lr=0.01, warmup_steps=2, final_lr=0.001)
+OPTIM = OptimConfig(peak_lr=0.05, warmup_steps=2, final_lr=0.005)
 TOTAL_STEPS = 20
 OVERFLOW, NO_GRADIENT = 9, 10  # token ids that make the loss, or only its gradient, not finite
 
@@ -32,7 +32,7 @@ def linear_model(variables, layout):
   real_BS = real_slots(layout)
   routed_BSE = jax.nn.one_hot(layout.tokens % EXPERTS, EXPERTS) * real_BS[..., None]
   text_BS = (layout.modality == TEXT)[..., None]
-  score_BS = jnp.square(x_BSD @ params["layers_1_2"]["layer_0"]["moe"]["gate"][0]) * real_BS
+  score_BS = jnp.square(x_BSD @ params["layers_1_2"]["layer_0"]["moe"]["gate"][0, :, 0]) * real_BS
 
   def aux(scale):
     row_length = jnp.maximum(real_BS.sum(1), 1)
@@ -64,7 +64,7 @@ def new_state(optimizer):
     "embed": normal(keys[0], (VOCAB, DIM)),
     "head": normal(keys[1], (VOCAB, DIM)),
     "layer_0": {"attn": {"wkv": normal(keys[2], (DIM, DIM))}},
-    "layers_1_2": {"layer_0": {"moe": {"gate": normal(keys[3], (2, DIM))}}},
+    "layers_1_2": {"layer_0": {"moe": {"gate": normal(keys[3], (2, DIM, 1))}}},
   }
   bias = lambda *shape: {"moe": {"bias": jnp.zeros(shape), "bias_vl": jnp.zeros(shape)}}
   balance = {"layer_0": bias(EXPERTS), "layers_1_2": {"layer_0": bias(2, EXPERTS)}}
@@ -72,7 +72,7 @@ def new_state(optimizer):
 
 
 def make(micro_batches=1, bias_speed=0.001, **options):
-  optimizer = make_optimizer(OPTIM, TOTAL_STEPS)
+  optimizer = make_optimizer(OPTIM, TOTAL_STEPS, CFG.engram)
   step = make_train_step(
     make_loss_fn(linear_model, OBJECTIVE, "float32"),
     lambda layout: count(layout, CFG),
@@ -190,7 +190,8 @@ def test_the_state_is_consumed_and_comes_back_with_the_given_shardings():
   state, _ = step(given, UNEVEN)
   assert given.params["embed"].is_deleted()
   assert state.params["embed"].sharding == sharding
-  assert state.opt_state[1].nu["embed"].sharding == sharding
+  momentum = state.opt_state[1].inner_states["embedding"].inner_state[0][1].trace
+  assert momentum["embed"].sharding == sharding
 
 
 def test_pieces_that_do_not_divide_the_batch_are_refused_in_one_sentence():

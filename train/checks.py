@@ -33,6 +33,8 @@ NOT_NEGATIVE = (
   "optim.warmup_steps",
   "optim.final_lr",
   "optim.eps",
+  "optim.table_lr",
+  "optim.update_rms",
   "optim.weight_decay",
   "optim.bias_speed",
   "checkpoint.keep_every",
@@ -157,7 +159,7 @@ def _vocabulary_problems(settings: Settings, prepared: Prepared) -> Iterator[str
 
 def _optim_problems(settings: Settings) -> Iterator[str]:
   optim = settings.optim
-  for name in ("beta1", "beta2"):
+  for name in ("beta1", "beta2", "momentum"):
     if not 0 <= getattr(optim, name) < 1:
       yield f"optim.{name} must be at least 0 and less than 1, got {getattr(optim, name)}."
   if optim.warmup_steps >= settings.total_steps:

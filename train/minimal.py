@@ -22,7 +22,7 @@ from deepseek_jax.ngram import NgramHash
 from deepseek_jax.objective.denominators import count
 from deepseek_jax.objective.pretrain import make_loss_fn
 from deepseek_jax.optim import router_bias
-from deepseek_jax.optim.adamw import make_optimizer
+from deepseek_jax.optim.optimizer import make_optimizer
 from deepseek_jax.types import ModelOutput
 
 STEPS = 8
@@ -31,7 +31,7 @@ STEPS = 8
 def make_step(settings: Settings):
   """The step (params, balance, opt_state, batch) -> (..., ..., ..., loss), and its optimizer."""
   model = Model(settings.model, train_indexer=True)
-  optimizer = make_optimizer(settings.optim, settings.total_steps)
+  optimizer = make_optimizer(settings.optim, settings.total_steps, settings.model.engram)
   apply = cast(Callable[..., ModelOutput], model.apply)
   loss_fn = make_loss_fn(apply, settings.objective, settings.model.numerics.compute_dtype)
 
@@ -42,7 +42,7 @@ def make_step(settings: Settings):
     loss_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
     (loss, (_, layers, _)), grads = loss_and_grad(params, balance, batch, denominators)
 
-    # AdamW on float32 weights; the model casts them to compute_dtype where it uses them.
+    # On float32 weights, which the model casts to compute_dtype where it uses them.
     updates, opt_state = optimizer.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -19,7 +18,7 @@ from deepseek_jax.nn.health import COLLECTION
 from deepseek_jax.objective.denominators import count
 from deepseek_jax.objective.pretrain import make_loss_fn
 from deepseek_jax.ops.cross_entropy import linear_token_nll
-from deepseek_jax.optim.adamw import make_optimizer
+from deepseek_jax.optim.optimizer import like_parameters, make_optimizer
 from deepseek_jax.optim.schedule import learning_rate
 from deepseek_jax.sharding import state_shardings
 from deepseek_jax.step import LossFn, TrainState, init_state, make_train_step
@@ -40,7 +39,7 @@ class Programs(NamedTuple):
 def build_programs(settings: Settings, mesh: Mesh) -> Programs:
   """The programs of pretraining; nothing is compiled yet and no array is allocated."""
   model = _trained_model(settings)
-  optimizer = make_optimizer(settings.optim, settings.total_steps)
+  optimizer = make_optimizer(settings.optim, settings.total_steps, settings.model.engram)
   row, key = empty_row(settings), jax.random.key(settings.seed)
 
   init = jax.jit(model.init)  # so that it is traced once, for its shapes and inside `create`
@@ -50,7 +49,7 @@ def build_programs(settings: Settings, mesh: Mesh) -> Programs:
     return init_state(variables["params"], variables["balance"], optimizer)
 
   boxed, shapes = jax.eval_shape(init, key, row), jax.eval_shape(create)
-  shardings = _shardings(boxed, shapes, optimizer, mesh)
+  shardings = _shardings(boxed, shapes, mesh)
   step = make_train_step(
     training_loss(settings),
     lambda layout: count(layout, settings.model),
@@ -109,19 +108,11 @@ def _apply(model: Model) -> Callable[..., ModelOutput]:
   return cast(Callable[..., ModelOutput], model.apply)
 
 
-def _shardings(
-  boxed: Any, shapes: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> TrainState:
+def _shardings(boxed: Any, shapes: TrainState, mesh: Mesh) -> TrainState:
   """Moments lie on the mesh like their parameters; counters are replicated."""
   variables = state_shardings(boxed, mesh)
   everywhere = NamedSharding(mesh, PartitionSpec())
-  opt_state = optax.tree.map_params(
-    optimizer,
-    lambda _, sharding: sharding,
-    shapes.opt_state,
-    variables["params"],
-    transform_non_params=lambda _: everywhere,
-  )
+  opt_state = like_parameters(shapes.opt_state, variables["params"], everywhere)
   return TrainState._make(
     (everywhere, variables["params"], variables["balance"], opt_state, everywhere)
   )

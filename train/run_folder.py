@@ -5,6 +5,7 @@ with each checkpoint, and compiled programs stay on this machine.
 
 config.json        resolved configuration, every key
 environment.json   versions, git revision, devices, XLA flags of the last start
+optimizer.json     what the code has each parameter treated as
 metrics.jsonl      train/metrics.py, train/metric_lines.py
 events.*           TensorBoard
 checkpoints/       deepseek_jax/checkpoint
@@ -22,6 +23,7 @@ import jax
 
 from configs.schema import Settings
 from deepseek_jax.checkpoint import manifest
+from deepseek_jax.optim.partition import changed_rules, fixed_rules
 from deepseek_jax.storage_path import (
   RemotePath,
   StoragePath,
@@ -75,7 +77,7 @@ class RunFolder:
     return self.path / "compilation_cache"
 
   def remember(self, settings: Settings, report: Callable[[str], None]) -> None:
-    """Writes config.json and environment.json of a start that nothing refuses any more.
+    """Writes config, environment and optimizer.json of a start that nothing refuses any more.
 
     Raises: UsageError if they cannot be written.
     """
@@ -88,6 +90,8 @@ class RunFolder:
       write_atomically(self.path / "config.json", resolved_json(settings).encode())
       text = json.dumps(now, indent=2) + "\n"
       write_atomically(self.path / "environment.json", text.encode())
+      rules = json.dumps(fixed_rules(), indent=2) + "\n"
+      write_atomically(self.path / "optimizer.json", rules.encode())
     except OSError as error:
       raise UsageError([f"--workdir {self.path} cannot be used: {error.strerror}."]) from error
 
@@ -155,10 +159,11 @@ def _check_config(
     report(f"{problem} Continuing without the comparison.")
     return
   stored = _with_keys_of(stored, settings, FREE)
-  binding = differences(_with_keys_of(stored, settings, REPORTED), settings)
+  rules = changed_rules(_read_json(folder.path / "optimizer.json") or {})
+  binding = differences(_with_keys_of(stored, settings, REPORTED), settings) + rules
   if binding and not allow_change:
     raise UsageError([f"The run in {folder.path} has another configuration.", *binding, advice])
-  for sentence in differences(stored, settings):
+  for sentence in differences(stored, settings) + rules:
     report(f"{sentence} The run continues, and is not the same bit for bit.")
 
 

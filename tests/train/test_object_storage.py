@@ -106,6 +106,7 @@ def test_a_remote_folder_is_bound_to_its_configuration_once_it_has_a_checkpoint(
     "checkpoints/1/manifest.json",
     "config.json",
     "environment.json",
+    "optimizer.json",
   ]
 
 

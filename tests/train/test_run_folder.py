@@ -86,6 +86,23 @@ def test_allow_change_names_what_it_overrides_and_keeps_the_new_values(tmp_path)
   assert open_folder(tmp_path, changed(total_steps=20)) == []
 
 
+def test_a_rule_of_the_optimizer_that_the_code_changed_is_refused_in_a_sentence(tmp_path):
+  with_checkpoint(tmp_path)
+  rules = json.loads((tmp_path / "optimizer.json").read_text())
+  rules["attn/wo_a"], rules["not_built_any_more"] = "matrix with rows (-1, -3) and columns -2", "?"
+  (tmp_path / "optimizer.json").write_text(json.dumps(rules))
+  sentence = (
+    "The optimizer treated attn/wo_a as matrix with rows (-1, -3) and columns -2 and would now "
+    "treat it as matrix with rows -1 and columns -2."
+  )
+  with pytest.raises(UsageError) as error:
+    open_folder(tmp_path)
+  assert error.value.problems[1:-1] == (sentence,)
+  (reported,) = open_folder(tmp_path, allow_change=True)
+  assert reported.startswith(sentence)
+  assert open_folder(tmp_path) == []
+
+
 def test_what_does_not_change_the_losses_may_change_silently(tmp_path):
   with_checkpoint(tmp_path)
   assert open_folder(tmp_path, changed(checkpoint=CheckpointConfig(every_steps=3))) == []
