@@ -32,6 +32,7 @@ from train.errors import Exit, UsageError
 from train.evaluate_loss import Validation, comparison
 from train.loop import Run, state_items, train
 from train.metrics import MetricsWriter
+from train.optimizer_table import optimizer_table
 from train.processes import Flags, NoMetrics, leave, say, signed, warn
 from train.profile_window import ProfileWindow
 from train.programs import Programs, build_programs
@@ -111,6 +112,8 @@ def pretrain(command: CommandLine, devices: Sequence) -> Exit:
         say("\n".join(comparison(folder.path)))
       return Exit.DONE
     say(describe(settings, mesh))
+    if state is None:  # a start that continues has said it before
+      say(optimizer_table(programs.abstract_state.params, settings))
     say(f"Continuing after step {step:,}." if state else "Starting from random weights.")
 
     compiled, state = compile_programs(programs, state)
