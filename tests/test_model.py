@@ -290,6 +290,7 @@ def one_document(length):
   return batch(*[row(tokens[:length]) for tokens in unique_tokens()])
 
 
+@pytest.mark.slow
 def test_a_tail_that_covers_the_prompt_is_the_whole_decoder(run, variables):
   layout, cotangent_BTV = one_document(WINDOW), normal(B, S, CFG.vocab)
   cotangent_BTV[:, WINDOW:] = 0

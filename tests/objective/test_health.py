@@ -51,6 +51,7 @@ def watched():
   return taught(LogConfig().observed_queries)
 
 
+@pytest.mark.slow
 def test_watching_changes_neither_loss_nor_gradients(watched):
   loss, health, gradients = taught(0)
   assert health is None

@@ -87,7 +87,14 @@ def updates(optimizer, params, state, gradients, **shardings):
   return params, state
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+  "mesh",
+  [
+    pytest.param("fsdp and experts", marks=pytest.mark.slow),
+    "fsdp, experts and context",
+    pytest.param("replicas and heads", marks=pytest.mark.slow),
+  ],
+)
 def test_every_rule_on_a_mesh_is_the_rule_on_one_device(mesh):
   cfg = OptimConfig(peak_lr=1.0, final_lr=1.0, warmup_steps=0, clip_norm=5.0)
   optimizer = make_optimizer(cfg, 10, ENGRAM)
