@@ -1,8 +1,9 @@
 """XLA's flags per kind of device: the one table, printed by every launcher with --dry-run.
 
-Only what the XLA or JAX documentation advises for a training run, and only where it can matter; an
-unknown flag ends the process at its start, so every name here is tried on the compilers we pin
-(tests/launch/test_xla_flags.py). What a run got is in its environment.json.
+Only what the XLA or JAX documentation advises for a training run, or what a run of ours has shown
+to be needed (docs/log.md), and only where it can matter; an unknown flag ends the process at its
+start, so every name here is tried on the compilers we pin (tests/launch/test_xla_flags.py). What a
+run got is in its environment.json.
 """
 
 from collections.abc import Mapping, Sequence

@@ -100,7 +100,11 @@ def loss_sums(settings: Settings) -> Callable:
 
 
 def _trained_model(settings: Settings, observed_queries: int = 0) -> Model:
-  return Model(settings.model, settings.objective.indexer != "off", observed_queries)
+  return Model(
+    settings.model,
+    train_indexer=settings.objective.indexer != "off",
+    observed_queries=observed_queries,
+  )
 
 
 def _apply(model: Model) -> Callable[..., ModelOutput]:
