@@ -67,8 +67,8 @@ def _kept_bytes(memory: Any) -> int:
 def _temporary_bytes(memory: Any, platform: str) -> int:
   """Temporaries in the memory that arguments lie in.
 
-  libtpu's own count has more than its buffer assignment holds (81 for 60 GB; docs/log.md), which is
-  what it refuses programs by. On a GPU, total_allocation_bytes lacks the heap of collectives.
+  libtpu's temp_size_in_bytes has more than its buffer assignment and memory report hold (81 for
+  60 GB, unexplained; docs/log.md). On a GPU, total_allocation_bytes lacks the heap of collectives.
   """
   if platform != "tpu":
     return memory.temp_size_in_bytes
