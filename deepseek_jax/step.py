@@ -13,6 +13,7 @@ from deepseek_jax.objective.health import health_metrics
 from deepseek_jax.optim import parts, router_bias
 from deepseek_jax.optim.optimizer import update_count
 from deepseek_jax.optim.schedule import Schedule
+from deepseek_jax.sharding import mesh_to_split
 from deepseek_jax.types import LayerAux
 
 # (params, balance, layout, denominators) -> (loss, (metrics, LayerAux of the layers, their health
@@ -94,9 +95,8 @@ def make_train_step(
       "expert_rounds": _mean_rounds(layers) / micro_batches,
     }
     if health is not None:
-      metrics |= (
-        health_metrics(health) | _norms(grads, "grad_norm") | _norms(updates, "update_norm")
-      )
+      metrics |= health_metrics(health) | _norms(grads, "grad_norm")
+      metrics |= _norms(parts.in_bfloat16(updates), "update_norm")
       metrics |= router_bias.condition(balance, layers)
     return TrainState(state.step + 1, params, balance, opt_state, skipped), metrics
 
@@ -124,11 +124,11 @@ def _accumulate(
   if k == 1:
     return value_and_grad(state.params, state.balance, batch, denominators)
   value_and_grad = jax.jit(value_and_grad)  # so that it is traced once, not for its shapes as well
-  # Behind a barrier: XLA would otherwise add up the gradients before it sums them over devices, and
-  # hold whole gradients instead of each device's part.
-  piece = lambda layout: jax.lax.optimization_barrier(
-    value_and_grad(state.params, state.balance, layout, denominators)
-  )
+  # On a mesh behind a barrier: XLA would otherwise add up the gradients before it sums them over
+  # devices, and hold whole gradients instead of each device's part. On one device the barrier would
+  # hold every gradient of a piece beside the sums.
+  hold = jax.lax.optimization_barrier if mesh_to_split() is not None else lambda x: x
+  piece = lambda layout: hold(value_and_grad(state.params, state.balance, layout, denominators))
   pieces = jax.tree.map(lambda x_B: _split_rows(x_B, k), batch)
   shapes = jax.eval_shape(piece, jax.tree.map(lambda x_kB: x_kB[0], pieces))
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)

@@ -4,6 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from deepseek_jax.optim.partition import role
@@ -29,6 +30,16 @@ def norms(tree: Any) -> dict[str, jax.Array]:
   for path, leaf in jax.tree.leaves_with_path(tree):
     members[_part(role(path))].append(leaf)
   return {part: optax.global_norm(leaves) for part, leaves in sorted(members.items())}
+
+
+def in_bfloat16(tree: Any) -> Any:
+  """The tree rounded to bfloat16, in memory, and back in float32: for norms of what a step would
+  otherwise not write down. AdamW's updates of configs/small.py are 26 GB in float32, which a norm
+  wants written and read; half of that is what health metrics may cost (docs/log.md). A norm moves
+  by less than 2^-8 of itself.
+  """
+  rounded = lambda x: jax.lax.optimization_barrier(x.astype(jnp.bfloat16)).astype(jnp.float32)
+  return jax.tree.map(rounded, tree)
 
 
 def _part(key: str) -> str:

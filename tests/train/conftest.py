@@ -13,6 +13,7 @@ import pytest
 
 from data.prepare.run import PrepareRequest, prepare
 from deepseek_jax.storage_path import RemotePath
+from tests.conftest import QUICK_XLA
 from train import metric_lines, settings
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -74,7 +75,8 @@ class Runs:
 
   def start(self, workdir, *words, inside=(), **changes):
     """A process on one device, in a group of its own, started by the command `inside`."""
-    environment = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=1")
+    flags = f"--xla_force_host_platform_device_count=1 {QUICK_XLA}"
+    environment = dict(os.environ, XLA_FLAGS=flags)
     with open(self._output(workdir), "w") as output:
       return subprocess.Popen(
         [

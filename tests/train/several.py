@@ -7,10 +7,12 @@ import socket
 import subprocess
 import sys
 
+from tests.conftest import QUICK_XLA
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEVICES = 4  # of every run, over all its processes
 PATIENCE = 400  # seconds for processes that compile on a busy machine
-# Two layers, and XLA without its slow passes: these runs are about processes.
+# Two layers: these runs are about processes.
 MODEL = {
   "model__compress_ratios": "(0,1)",
   "model__kv_sources": "(1,)",
@@ -20,7 +22,6 @@ MODEL = {
   "model__engram__layers": "(1,)",
   "model__engram__table_rows": "(420,)",
 }
-QUICK_XLA = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def environment(count, place=None, port=None, devices=DEVICES):
