@@ -12,7 +12,7 @@ import io
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -35,7 +35,10 @@ class Shard(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split(Config):
-  """What one split holds. Every byte of a document is covered by its targets, and so is its EOS."""
+  """What one split holds. Every byte of a document is covered by its targets, and so is its EOS.
+
+  Of chats, documents are conversations, targets the tokens of learned answers, bytes their text.
+  """
 
   documents: int
   rows: int
@@ -78,6 +81,10 @@ class Prepared(Config):
   compressed_id_sha256: str
   source_sha256: str
   dropped: dict[str, int]  # reason -> documents left out
+  dropped_names: tuple[str, ...] = ()  # of chats: what was left out for its length or loss, each
+  contents: Literal["text", "chat"] = "text"
+  decoder_slots: int | None = None  # of chats: what the responses of a row take at most, with ...
+  window: int | None = None  # ... so many tokens before each of them
   train: Split
   validation: Split
   fingerprint: str  # of everything that decides what is read

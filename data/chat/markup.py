@@ -39,14 +39,10 @@ _EXAMPLE = (
   "</｜DSML｜ calls>"
 )
 TOOLS_BEGIN = (
-  "## Tools\n\n"
-  "These tools may be called. An answer that calls some of them ends with a block of this form, "
-  f"with one invoke for each call and one parameter for each argument:\n\n{_EXAMPLE}\n\n"
-  'Text is given as it is, with string="true"; every other value as JSON, with string="false". '
-  "Results come back in the order of the calls.\n\n"
-  "### Schemas\n\n"
+  f"## Tools\n\nAn answer calls tools by ending with such a block:\n\n{_EXAMPLE}\n\n"
+  'One invoke is one call. Text is given as it is, other values as JSON with string="false".\n\n'
 )
-TOOLS_END = "\n\nCall a tool only by a name from above and with the parameters of its schema.\n"
+TOOLS_END = "\n"
 
 
 def split_at_marks(text: str, marks: tuple[Mark, ...] = tuple(Mark)) -> list[Piece]:

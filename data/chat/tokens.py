@@ -4,7 +4,7 @@ Legend: n tokens.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -29,13 +29,18 @@ class ChatTokenizer:
 
   def encode(self, pieces: Iterable[Piece]) -> np.ndarray:
     """[n] int32. Each text between two marks is encoded as a whole."""
-    tokens: list[int] = []
-    for piece in joined(pieces):
-      if isinstance(piece, Mark):
-        tokens.append(self.ids[piece])
-      else:
-        tokens += self.plain.encode(piece, add_special_tokens=False).ids
-    return np.array(tokens, np.int32)
+    return self.encode_each([pieces])[0]
+
+  def encode_each(self, parts: Iterable[Iterable[Piece]]) -> list[np.ndarray]:
+    """The same for several runs of pieces; where one ends, so does the text."""
+    runs = [joined(pieces) for pieces in parts]
+    texts = [piece for run in runs for piece in run if isinstance(piece, str)]
+    encodings = iter(self.plain.encode_batch_fast(texts, add_special_tokens=False))
+    tokens = []
+    for run in runs:
+      ids = [[self.ids[p]] if isinstance(p, Mark) else next(encodings).ids for p in run]
+      tokens.append(np.array([number for part in ids for number in part], np.int32))
+    return tokens
 
   def decode(self, tokens: Iterable[int]) -> list[Piece]:
     """The pieces of `encode`, for every tokenizer that gives back its text."""
@@ -83,20 +88,51 @@ def chat_tokenizer(tokenizer: Tokenizer) -> ChatTokenizer:
   return ChatTokenizer(tokenizer, plain, ids)
 
 
-def conversation(encoder: ChatTokenizer, rendered: Rendered) -> Conversation:
-  """A whole chat as tokens. Every token of a learned answer carries loss, its EOS included.
+@dataclasses.dataclass(frozen=True)
+class EncodedTurn:
+  """A turn of render.py, as tokens."""
+
+  inputs: np.ndarray  # [n] int32, and so are the next two
+  opening: np.ndarray
+  answer: np.ndarray
+  learned: bool
+  is_step: bool
+  answer_bytes: int  # UTF-8 bytes of the answer's text, marks aside
+
+  def __len__(self) -> int:
+    return len(self.inputs) + len(self.opening) + len(self.answer)
+
+
+def encode_turns(
+  encoder: ChatTokenizer, rendered: Rendered
+) -> tuple[np.ndarray, list[EncodedTurn]]:
+  """[n] int32 tokens of the head, and the turns."""
+  parts: list[Sequence[Piece]] = [rendered.head]
+  for turn in rendered.turns:
+    parts += [turn.inputs, turn.opening, turn.answer]
+  head, *rest = encoder.encode_each(parts)
+  turns = []
+  for number, turn in enumerate(rendered.turns):
+    size = sum(len(piece.encode()) for piece in turn.answer if isinstance(piece, str))
+    inputs, opening, answer = rest[3 * number : 3 * number + 3]
+    turns.append(EncodedTurn(inputs, opening, answer, turn.learned, turn.is_step, size))
+  return head, turns
+
+
+def conversation(head: np.ndarray, turns: Sequence[EncodedTurn]) -> Conversation:
+  """Tokens in order. Every token of a learned answer carries loss, its EOS included.
 
   What the model is given carries none: the head, the inputs, and the opening of each answer with
-  its <think> or </think>. The </think> that ends its reasoning it gives itself.
+  its <think> or </think>. The </think> that ends its reasoning it gives itself. Answers that are
+  not learned are context like the rest, so that no decoder slots are spent on them.
   """
-  head = encoder.encode(rendered.head)
-  tokens, masks, spans, length = [head], [np.zeros(len(head), bool)], [], len(head)
-  for turn in rendered.turns:
-    context, answer = encoder.encode([*turn.inputs, *turn.opening]), encoder.encode(turn.answer)
-    start = length + len(context)
-    length = start + len(answer)
-    tokens += [context, answer]
-    masks += [np.zeros(len(context), bool), np.full(len(answer), turn.learned)]
-    if turn.answer:
+  tokens, masks, spans = [head], [np.zeros(len(head), bool)], []
+  length = len(head)
+  for turn in turns:
+    start = length + len(turn.inputs) + len(turn.opening)
+    length += len(turn)
+    tokens += [turn.inputs, turn.opening, turn.answer]
+    masks += [np.zeros(len(turn) - len(turn.answer), bool), np.full(len(turn.answer), turn.learned)]
+    if turn.learned:
       spans.append((start, length))
   return Conversation(np.concatenate(tokens), np.concatenate(masks), tuple(spans))

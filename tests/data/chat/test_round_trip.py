@@ -7,7 +7,7 @@ from data.chat.markup import EFFORT, Mark, split_at_marks
 from data.chat.messages import Chat, Message, ToolCall, canonical
 from data.chat.parse import ChatError, parse, parse_answer, unsayable
 from data.chat.render import as_text, prompt, render
-from data.chat.tokens import conversation
+from data.chat.tokens import conversation, encode_turns
 from tests.data.chat.chats import TAME, chats
 
 FEW = settings(deadline=None, derandomize=True, max_examples=40)
@@ -72,7 +72,7 @@ def test_marks_alone_make_no_chat_unsayable(chat):
 @FEW
 @given(chats())
 def test_marks_are_those_of_the_format_only(encoder, chat):
-  tokens = conversation(encoder, render(chat)).tokens.tolist()
+  tokens = conversation(*encode_turns(encoder, render(chat))).tokens.tolist()
   answers = sum(message.role == "assistant" for message in chat.messages)
   assert tokens.count(encoder.ids[Mark.ASSISTANT]) == answers
   assert tokens.count(encoder.ids[Mark.EOS]) == answers

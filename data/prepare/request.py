@@ -1,0 +1,82 @@
+"""What a preparation is asked for."""
+
+import dataclasses
+import math
+import pathlib
+
+from data.prepare.tokenizer import CHAT_TOKENS, LARGEST_VOCAB, SMALLEST_VOCAB
+from data.prepared import file_sha256
+
+FORMATS = ("text", "chat")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareRequest:
+  """Everything that decides what a preparation contains."""
+
+  format: str = "text"  # or chat
+  source: str = "python-stdlib"
+  text_field: str = "text"  # of JSONL and Parquet
+  tokenizer: str = "train:8192"  # train:ENTRIES, or the path of a tokenizer.json
+  chat_tokens: bool = False  # of a trained one: whether it has those of the chat format
+  bos_token: str | None = None  # name in the tokenizer; None: found by known names
+  eos_token: str | None = None
+  pad_token: str | None = None
+  slots: int = 256  # tokens in a row
+  decoder_slots: int | None = None  # of chats; None: as many as slots
+  window: int = 128  # of chats: the model's sliding window, in tokens
+  validation_share: float = 0.05  # of the documents
+  max_megabytes: float | None = None  # of UTF-8 text, 10^6 bytes each; None: all of it
+
+  def problems(self) -> list[str]:
+    """Every reason for which this cannot be prepared, the source's contents aside."""
+    found = []
+    if self.format not in FORMATS:
+      found.append(f"--format is {self.format!r}, accepted are {', '.join(FORMATS)}.")
+    for name in ("slots", "decoder_slots", "window"):
+      value = getattr(self, name)
+      if value is not None and value < 1:
+        found.append(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+    if not 0 <= self.validation_share < 1:
+      found.append(f"--validation-share must lie in [0, 1), got {self.validation_share}.")
+    if self.max_megabytes is not None and not 0 < self.max_megabytes < math.inf:
+      found.append(f"--max-megabytes must be positive and finite, got {self.max_megabytes}.")
+    entries = self.trained_entries
+    if entries is not None and not (
+      entries.isdecimal() and self._smallest_vocab <= int(entries) <= LARGEST_VOCAB
+    ):
+      found.append(
+        f"--tokenizer is {self.tokenizer!r}; train:ENTRIES takes a number from "
+        f"{self._smallest_vocab} (every byte and {self._smallest_vocab - 256} special tokens) to "
+        f"{LARGEST_VOCAB}."
+      )
+    if self.chat_tokens and entries is None:
+      found.append("--chat-tokens is for --tokenizer train:ENTRIES; a given one stays as it is.")
+    if entries is None and not pathlib.Path(self.tokenizer).is_file():
+      found.append(
+        f"--tokenizer is {self.tokenizer!r}, accepted are train:ENTRIES and the path of a "
+        "tokenizer.json."
+      )
+    return found
+
+  @property
+  def trained_entries(self) -> str | None:
+    """What follows "train:", None for a given tokenizer."""
+    kind, colon, entries = self.tokenizer.partition(":")
+    return entries if kind == "train" and colon else None
+
+  @property
+  def has_chat_tokens(self) -> bool:
+    """Whether a trained tokenizer has the tokens of the chat format."""
+    return self.chat_tokens or self.format == "chat"
+
+  @property
+  def _smallest_vocab(self) -> int:
+    return SMALLEST_VOCAB + len(CHAT_TOKENS) * self.has_chat_tokens
+
+  def identity(self) -> dict:
+    """What metadata.json remembers of the request; a given tokenizer counts by its contents."""
+    values = dataclasses.asdict(self)
+    if self.trained_entries is None:
+      values["tokenizer"] = "sha256:" + file_sha256(pathlib.Path(self.tokenizer))
+    return values
