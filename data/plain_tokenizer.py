@@ -4,23 +4,21 @@ import json
 
 from tokenizers import Tokenizer
 
-OPENING, CLOSING = "<[｜|", ">]｜|"  # what the names of special tokens begin and end with
+OPENING = "<[｜|"  # what names of special tokens begin with
 
 
 def plain_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
-  """The same model without its added tokens, and without a limit of length.
+  """The same tokenizer without a limit of length, which makes no special token of any text.
 
-  `special` does not say which ones text must not become: the release calls <think> an
-  ordinary token. Those that are neither special nor in brackets are kept, for some tokenizers
-  keep runs of spaces there.
+  `special` alone does not say which ones text must not become: the release calls <think> an
+  ordinary token. Added tokens that do not look like markup still are found in text, for some
+  tokenizers keep runs of spaces there. None is taken away: the library would number the others
+  anew.
   """
   values = json.loads(tokenizer.to_str())
-  values["added_tokens"] = [
-    token
-    for token in values["added_tokens"]
-    if not (
-      token["special"] or (token["content"][0] in OPENING and token["content"][-1] in CLOSING)
-    )
-  ]
+  for token in values["added_tokens"]:
+    token["special"] |= token["content"][:1] in OPENING
   values["truncation"] = values["padding"] = None
-  return Tokenizer.from_str(json.dumps(values))
+  plain = Tokenizer.from_str(json.dumps(values))
+  plain.encode_special_tokens = True
+  return plain

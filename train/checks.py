@@ -144,7 +144,10 @@ def _tokenizer_problems(settings: Settings) -> Iterator[str]:
 def _vocabulary_problems(settings: Settings, prepared: Prepared) -> Iterator[str]:
   model, where = settings.model, f"the tokenizer of {prepared.folder}"
   if prepared.vocab > model.vocab:
-    yield f"model.vocab is {model.vocab}, but {where} has {prepared.vocab} token ids."
+    yield (
+      f"model.vocab is {model.vocab}, but {where} has {prepared.vocab} token ids; embedding and "
+      f"head are as large as model.vocab says, so set it to {prepared.vocab} or more."
+    )
   if not model.engram.layers:
     return
   if prepared.compressed_classes > model.engram.compressed_vocab:

