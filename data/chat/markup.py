@@ -31,16 +31,14 @@ EFFORT = (
 )
 EFFORT_PATTERN = re.compile(re.escape(EFFORT).replace(r"\{\}", "([1-9][0-9]?|100)"))
 
-_EXAMPLE = (
+TOOLS_BEGIN = (
+  "## Tools\n\nAn answer calls tools by ending with such a block, one invoke for each call:\n\n"
   "<｜DSML｜ calls>\n"
   '<｜DSML｜ invoke name="TOOL">\n'
-  '<｜DSML｜ parameter name="PARAMETER" string="true|false">VALUE</｜DSML｜ parameter>\n'
+  '<｜DSML｜ parameter name="NAME" string="true">TEXT</｜DSML｜ parameter>\n'
+  '<｜DSML｜ parameter name="NAME" string="false">JSON</｜DSML｜ parameter>\n'
   "</｜DSML｜ invoke>\n"
-  "</｜DSML｜ calls>"
-)
-TOOLS_BEGIN = (
-  f"## Tools\n\nAn answer calls tools by ending with such a block:\n\n{_EXAMPLE}\n\n"
-  'One invoke is one call. Text is given as it is, other values as JSON with string="false".\n\n'
+  "</｜DSML｜ calls>\n\n"
 )
 TOOLS_END = "\n"
 

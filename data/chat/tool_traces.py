@@ -14,8 +14,8 @@ from data.chat.library_text import Library, standard_library
 from data.chat.messages import Chat, Message, ToolCall
 
 DEFAULT_CHATS = 2000
-EXCHANGES = 2, 5  # in a chat
-LINES = 8, 24  # of a file that are read at a time
+EXCHANGES = 2, 3  # in a chat
+LINES = 4, 16  # of a file that are read at a time
 THINKING_SHARE = 0.5  # of the chats
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
