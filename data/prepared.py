@@ -92,6 +92,28 @@ class Prepared(Config):
   def split(self, name: str) -> Split:
     return {"train": self.train, "validation": self.validation}[name]
 
+  def replay_problems(self, *, decoder_slots: int, window: int) -> list[str]:
+    """Why steps with replay cannot read these rows, in plain sentences.
+
+    Args:
+      decoder_slots: T of such a step.
+      window: slots of the model's sliding window.
+    """
+    if self.decoder_slots is None or self.window is None:
+      return [f"data.replay.share is for chats, but {self.folder} holds {self.contents}."]
+    found = []
+    if decoder_slots < self.decoder_slots:
+      found.append(
+        f"data.replay.decoder_slots is {decoder_slots}, but rows of {self.folder} were packed for "
+        f"{self.decoder_slots}."
+      )
+    if window > self.window:
+      found.append(
+        f"model.attention.window is {window}, but rows of {self.folder} were packed for windows of "
+        f"{self.window}; prepare them again with --window {window}."
+      )
+    return found
+
   def damaged_files(self) -> list[str]:
     """Names of the files that are missing or not those that were written; reads all of them."""
     shards = self.train.shards + self.validation.shards

@@ -139,6 +139,9 @@ def _tokenizer_problems(settings: Settings) -> Iterator[str]:
     except (OSError, DataError):
       continue  # reported by the data
     yield from _vocabulary_problems(settings, prepared)
+    if (replay := settings.data.replay).share:
+      window = settings.model.attention.window
+      yield from prepared.replay_problems(decoder_slots=replay.decoder_slots, window=window)
 
 
 def _vocabulary_problems(settings: Settings, prepared: Prepared) -> Iterator[str]:

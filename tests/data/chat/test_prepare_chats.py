@@ -1,5 +1,6 @@
 """`prepare --format chat`: what is written is what was said, once, in one split, or is named."""
 
+import dataclasses
 import json
 
 import pytest
@@ -65,6 +66,16 @@ def test_metadata_counts_what_the_rows_hold(prepared):
   assert split.targets == sum(one.loss_mask.sum() for one in whole)
   assert 0.1 * split.tokens < split.targets < 0.6 * split.tokens
   assert load_prepared(prepared.folder) == prepared
+
+
+def test_a_step_with_replay_must_have_the_room_that_rows_were_packed_for(prepared):
+  assert prepared.replay_problems(decoder_slots=4000, window=8) == []
+  slots, window = prepared.replay_problems(decoder_slots=3999, window=9)
+  assert "data.replay.decoder_slots is 3999" in slots and "packed for 4000" in slots
+  assert "prepare them again with --window 9" in window
+  text = dataclasses.replace(prepared, contents="text", decoder_slots=None, window=None)
+  (problem,) = text.replay_problems(decoder_slots=4000, window=8)
+  assert "data.replay.share is for chats" in problem
 
 
 def test_the_same_request_does_nothing_and_damage_is_seen(prepared, tmp_path):
