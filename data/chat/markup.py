@@ -1,8 +1,7 @@
 """The marks and fixed texts of the released chat format (model.md section 4.1).
 
 A mark is one token of the tokenizer that text alone never becomes. The words that announce the
-tools are ours: model.md does not have the release's. A trace whose system message already holds
-them needs no declared tools.
+tools are ours, as model.md does not have the release's; they stand in TOOLS_BEGIN and TOOLS_END.
 """
 
 import enum

@@ -47,6 +47,7 @@ def parse(pieces: Iterable[Piece]) -> Chat:
       messages.append(Message("system", as_text(_take(rest))))
     elif mark == Mark.USER:
       messages += _user_block(as_text(_take(rest)), pending)
+      pending = 0
     elif mark == Mark.ASSISTANT:
       if len(rest) == 1 and rest[0] in (Mark.THINK, Mark.THINK_END):
         break  # a prompt

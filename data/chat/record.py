@@ -21,6 +21,7 @@ from typing import Any
 
 from data.chat.messages import DEFAULT_EFFORT, Chat, Message, ToolCall
 from data.chat.parse import unsayable
+from data.chat.render import as_text, render
 
 RECORD_KEYS = ("messages", "tools", "thinking", "reasoning_effort", "id", "metadata")
 MESSAGE_KEYS = {
@@ -71,16 +72,23 @@ def chat_of(record: Any) -> Chat:
     raise RecordError(problems)
   messages = [_thinking(m) if effort else m for m in _in_call_order(numbered, problems)]
   chat = Chat(tuple(messages), tuple(tools), effort)
-  if not problems and (reason := unsayable(chat)):
+  if not problems and (reason := _unwritable(chat)):
     problems.append(f"cannot be written: {reason}")
   if problems:
     raise RecordError(problems)
   return chat
 
 
+def _unwritable(chat: Chat) -> str | None:
+  if reason := unsayable(chat):
+    return reason
+  whole = as_text(render(chat).pieces())
+  return None if _is_unicode(whole) else "it holds half of a surrogate pair, which is no text"
+
+
 def _message(values: Any, number: int, problems: list[str]) -> _Numbered:
   role = values.get("role") if isinstance(values, dict) else None
-  if role not in MESSAGE_KEYS:
+  if role not in tuple(MESSAGE_KEYS):  # which need not be hashable
     problems.append(f"has the role {role!r}, accepted are {', '.join(MESSAGE_KEYS)}")
     return _Numbered(Message("user"), number, [])
   problems += _unknown_keys(values, MESSAGE_KEYS[role])
@@ -103,7 +111,7 @@ def _call(item: Any, problems: list[str]) -> ToolCall:
   if isinstance(arguments, str):
     try:
       arguments = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+    except ValueError:
       problems.append(f"has arguments that are not JSON: {arguments[:40]!r}")
       arguments = {}
   if not isinstance(arguments, dict):
@@ -111,7 +119,7 @@ def _call(item: Any, problems: list[str]) -> ToolCall:
     arguments = {}
   for text in (name, *arguments):
     if not isinstance(text, str) or '"' in text or not _is_unicode(text):
-      problems.append(f'calls or passes {text!r}, which is no name without ""')
+      problems.append(f"has the name {text!r} in a call; a name is text without quotation marks")
   return ToolCall(str(name), arguments)
 
 

@@ -69,7 +69,10 @@ def _read_jsonl(root: pathlib.Path) -> list[Trace]:
 
 def _chat(line: bytes) -> Chat:
   try:
-    record = json.loads(line)
-  except (ValueError, RecursionError) as error:
+    return chat_of(json.loads(line))
+  except RecordError:
+    raise
+  except ValueError as error:
     raise RecordError([f"is not JSON ({error})"]) from None
-  return chat_of(record)
+  except RecursionError:
+    raise RecordError(["is nested too deeply"]) from None

@@ -89,6 +89,13 @@ def test_the_same_request_does_nothing_and_damage_is_seen(prepared, tmp_path):
     existing(request_of(), tmp_path)
 
 
+def test_what_a_killed_preparation_left_is_done_again(prepared, tmp_path):
+  (tmp_path / ".unfinished").touch()
+  (tmp_path / "train-00007-of-00009.array_record").write_bytes(b"half")
+  assert prepare(request_of(), tmp_path).fingerprint == prepared.fingerprint
+  assert not list(tmp_path.glob("*-of-00009*"))
+
+
 def test_parts_of_a_cut_chat_stay_in_its_split(tmp_path):
   said = lambda chat: [
     f"{chat} {'says' if n % 2 else 'asks'} {n} " + "more " * 9 for n in range(12)

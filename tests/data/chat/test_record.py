@@ -3,15 +3,26 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data.chat.messages import Chat, Message, ToolCall
-from data.chat.record import RecordError, chat_of
+from data.chat.record import MESSAGE_KEYS, RECORD_KEYS, RecordError, chat_of
+from data.chat.render import render
 
 USER, ANSWER = {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}
 
 
 def call(name="f", arguments="{}", **more):
   return {"type": "function", "function": {"name": name, "arguments": arguments}} | more
+
+
+def read(record):
+  """The chat, or its problems."""
+  try:
+    return chat_of(record)
+  except RecordError as error:
+    return error.problems
 
 
 def problems_of(*messages, **record):
@@ -70,7 +81,7 @@ def test_every_problem_of_a_record_is_given_at_once():
     "has no list under 'tools'",
     "message 1 has the role 'usr', accepted are system, user, assistant, tool",
     "message 2 has the unknown key 'contnt'; the nearest is 'content'",
-    "message 2 calls or passes 'a\"'",
+    "message 2 has the name 'a\"' in a call",
     "message 2 has an item under 'tool_calls'",
     "message 2 has 1 under 'loss'",
     "message 3 has no text under 'content'",
@@ -112,6 +123,10 @@ def test_every_problem_of_a_record_is_given_at_once():
     ),
     ([USER, ANSWER | {"content": "\ud800"}], "message 2 has no text under 'content'"),
     (
+      [USER, ANSWER | {"tool_calls": [call(arguments={"x": "\ud800"})]}],
+      "cannot be written: it holds half of a surrogate pair, which is no text",
+    ),
+    (
       [USER, ANSWER | {"tool_calls": [call(arguments={"x": float("nan")})]}],
       "cannot be written: Out of range float values are not JSON compliant: nan",
     ),
@@ -119,3 +134,33 @@ def test_every_problem_of_a_record_is_given_at_once():
 )
 def test_what_cannot_be_a_chat_says_why(messages, expected):
   assert problems_of(*messages) == [expected]
+
+
+KEYS = sorted({*RECORD_KEYS, *(key for keys in MESSAGE_KEYS.values() for key in keys), "function"})
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3))
+VALUES = st.recursive(
+  st.one_of(SCALARS, st.sampled_from([*MESSAGE_KEYS, "function", "{}"])),
+  lambda inner: st.one_of(
+    st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(KEYS), inner, max_size=3)
+  ),
+  max_leaves=8,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(VALUES, st.lists(VALUES, max_size=3))
+def test_any_json_is_a_chat_that_can_be_encoded_or_has_its_problems_told(encoder, record, messages):
+  if isinstance(record, dict):
+    record["messages"] = [USER, *messages]
+  chat = read(record)
+  assert isinstance(chat, list) or len(encoder.encode(render(chat).pieces())) > 0
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(st.sampled_from(KEYS), VALUES, st.integers(0, 3))
+def test_one_wrong_value_in_a_good_record_is_no_crash(key, value, place):
+  calls = [call("f", '{"x": 1}', id="a")]
+  messages = [USER, ANSWER | {"tool_calls": calls}, {"role": "tool", "tool_call_id": "a"}, ANSWER]
+  record = {"messages": [dict(message) for message in messages]}
+  (record if place == 3 else record["messages"][place])[key] = value
+  assert read(json.loads(json.dumps(record))) != []
