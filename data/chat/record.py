@@ -212,8 +212,9 @@ def _in_call_order(numbered: list[_Numbered], problems: list[str]) -> list[Messa
   for item in [*numbered, None]:
     if item and item.message.role == "tool":
       (named,) = item.ids
-      position = expected.index(named) if named in expected else len(results)
-      if (named is not None and named not in expected) or position in results:
+      by_name = named is not None and named in expected
+      position = expected.index(named) if by_name else len(results)
+      if (named is not None and not by_name) or position in results:
         problems.append(f"message {item.number} answers the call {named!r}, which is not open")
       results[position] = item.message
       continue

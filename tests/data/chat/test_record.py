@@ -55,6 +55,13 @@ def test_a_trace_becomes_a_chat_with_results_in_the_order_of_calls():
   )
 
 
+def test_results_that_name_no_call_answer_them_in_order():
+  calls = {"role": "assistant", "tool_calls": [call("f"), call("g")]}
+  results = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+  chat = chat_of({"messages": [USER, calls, *results, ANSWER]})
+  assert [message.content for message in chat.messages[2:4]] == ["1", "2"]
+
+
 def test_thinking_is_on_where_effort_or_reasoning_is_given_or_where_it_is_asked_for():
   effort = lambda *messages, **record: chat_of({"messages": list(messages)} | record).effort
   assert effort(USER, ANSWER) is None
