@@ -83,7 +83,7 @@ class Prepared(Config):
   dropped: dict[str, int]  # reason -> documents left out
   dropped_names: tuple[str, ...] = ()  # of chats: what was left out for its length or loss, each
   contents: Literal["text", "chat"] = "text"
-  decoder_slots: int | None = None  # of chats: what the responses of a row take at most, with ...
+  decoder_slots: int | None = None  # of chats: what the answers of a row take at most, with ...
   window: int | None = None  # ... so many tokens before each of them
   train: Split
   validation: Split
@@ -104,8 +104,8 @@ class Prepared(Config):
     found = []
     if decoder_slots < self.decoder_slots:
       found.append(
-        f"data.replay.decoder_slots is {decoder_slots}, but rows of {self.folder} were packed for "
-        f"{self.decoder_slots}."
+        f"data.replay.decoder_slots is {decoder_slots}, but rows of {self.folder} take up to "
+        f"{self.decoder_slots}; raise it, or prepare them again with --decoder-slots."
       )
     if window > self.window:
       found.append(

@@ -112,8 +112,8 @@ def _parser() -> argparse.ArgumentParser:
   for role in ("bos", "eos", "pad"):
     add(f"--{role}-token", metavar="NAME", help=f"the {role} token of a given tokenizer")
   add("--slots", default=default.slots, metavar="N", help=f"tokens in a row ({default.slots})")
-  add("--decoder-slots", metavar="N", help="of a row of chats (as many as --slots)")
-  add("--window", default=default.window, metavar="N", help="the model's, for chats (128)")
+  add("--decoder-slots", metavar="N", help="of a row of chats in a step with replay (no limit)")
+  add("--window", default=default.window, metavar="N", help="the model's, for the same (128)")
   add(
     "--validation-share",
     default=default.validation_share,
@@ -127,11 +127,15 @@ def _parser() -> argparse.ArgumentParser:
 def _summary(prepared: Prepared) -> str:
   dropped = ", ".join(f"{count} {why}" for why, count in prepared.dropped.items() if count)
   names, more = prepared.dropped_names, len(prepared.dropped_names) - NAMES_SHOWN
-  line = _line if prepared.contents == "text" else _chat_line
+  line, room = _line, []
+  if prepared.contents == "chat":
+    line = _chat_line
+    room = [f"a row takes up to {prepared.decoder_slots} decoder slots with replay"]
   return "\n".join(
     [
       line("train", prepared.train),
       line("validation", prepared.validation),
+      *room,
       f"left out: {dropped or 'nothing'}",
       *(f"  {name}" for name in names[:NAMES_SHOWN]),
       *([f"  and {more} more, all of them in metadata.json"] if more > 0 else []),

@@ -19,6 +19,7 @@ from data.prepared import Split
 from data.replay import pack_conversations
 from data.rows import encode_conversations, token_dtype
 
+UNLIMITED = 2**62  # decoder slots
 NOTHING_LEARNED, TOO_LONG = "without a learned answer", "answers too long for a row"
 
 
@@ -27,7 +28,8 @@ class ChatContents:
 
   def __init__(self, request: PrepareRequest):
     self._source = request.source
-    self._room = Room(request.slots, request.decoder_slots or request.slots, request.window)
+    self._room = Room(request.slots, request.decoder_slots or UNLIMITED, request.window)
+    self._decoder_slots = 0  # that a row takes at most
     self._traces: dict[str, Trace] = {}  # by what identifies a chat
     self._pieces: dict[str, list[Piece]] = {}  # of each split
     self.dropped = {NOTHING_LEARNED: 0, TOO_LONG: 0}  # beside what the corpus counts
@@ -63,6 +65,8 @@ class ChatContents:
     pieces, slots = self._pieces[name], self._room.slots
     conversations = [piece.conversation for piece in pieces]
     rows = list(pack_conversations(conversations, **self._room._asdict()))
+    needs = [sum(self._room.needs(one)[1] for one in row) for row in rows]
+    self._decoder_slots = max([self._decoder_slots, *needs])
     records = (encode_conversations(row, token_dtype(self._vocab)) for row in rows)
     shards = write_records(folder, name, records, rows=len(rows), slots=slots)
     tokens = sum(len(one.tokens) for one in conversations)
@@ -77,12 +81,11 @@ class ChatContents:
     )
 
   def about(self) -> dict:
-    """What metadata.json says of it."""
-    room = self._room
+    """What metadata.json says of it, once all is written."""
     return {
       "contents": "chat",
-      "decoder_slots": room.decoder_slots,
-      "window": room.window,
+      "decoder_slots": self._decoder_slots,
+      "window": self._room.window,
       "dropped_names": self._names,
     }
 
@@ -101,7 +104,8 @@ class ChatContents:
     return pieces
 
   def _named(self, key: str, answer: TooLong) -> str:
-    return (
-      f"{key} answer {answer.answer}: needs {answer.slots} slots and {answer.decoder_slots} "
-      f"decoder slots, a row has {self._room.slots} and {self._room.decoder_slots}"
-    )
+    room = self._room
+    needed = [f"{answer.slots} slots of {room.slots}"]
+    if room.decoder_slots < UNLIMITED:
+      needed.append(f"{answer.decoder_slots} decoder slots of {room.decoder_slots}")
+    return f"{key} answer {answer.answer}: needs {' and '.join(needed)}"

@@ -26,7 +26,7 @@ class PrepareRequest:
   eos_token: str | None = None
   pad_token: str | None = None
   slots: int = 256  # tokens in a row
-  decoder_slots: int | None = None  # of chats; None: as many as slots
+  decoder_slots: int | None = None  # of a row of chats in steps with replay; None: no limit
   window: int = 128  # of chats: the model's sliding window, in tokens
   validation_share: float = 0.05  # of the documents
   max_megabytes: float | None = None  # of UTF-8 text, 10^6 bytes each; None: all of it

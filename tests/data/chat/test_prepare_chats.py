@@ -15,6 +15,7 @@ from data.prepare.request import PrepareRequest
 from data.prepare.run import existing, prepare
 from data.prepared import TOKENIZER, load_prepared
 from data.source import RowSource
+from deepseek_jax.layout import decoder_slots_of
 from train import prepare as program
 from train.errors import UsageError
 
@@ -32,9 +33,13 @@ def prepared(tmp_path_factory):
   return prepare(request_of(), tmp_path_factory.mktemp("chats"))
 
 
-def conversations_of(prepared, split):
+def rows_of(prepared, split):
   source = RowSource(prepared, split, replace=False, max_damaged=0)
-  return [one for number in range(len(source)) for one in source[number].documents]
+  return [source[number].documents for number in range(len(source))]
+
+
+def conversations_of(prepared, split):
+  return [one for row in rows_of(prepared, split) for one in row]
 
 
 def read_back(prepared, split):
@@ -69,13 +74,23 @@ def test_metadata_counts_what_the_rows_hold(prepared):
 
 
 def test_a_step_with_replay_must_have_the_room_that_rows_were_packed_for(prepared):
-  assert prepared.replay_problems(decoder_slots=4000, window=8) == []
-  slots, window = prepared.replay_problems(decoder_slots=3999, window=9)
-  assert "data.replay.decoder_slots is 3999" in slots and "packed for 4000" in slots
+  rows = [row for name in ("train", "validation") for row in rows_of(prepared, name)]
+  taken = max(sum(decoder_slots_of(one.turns, 8) for one in row) for row in rows)
+  assert prepared.decoder_slots == taken
+  assert prepared.replay_problems(decoder_slots=taken, window=8) == []
+  slots, window = prepared.replay_problems(decoder_slots=taken - 1, window=9)
+  assert f"is {taken - 1}, but" in slots and f"take up to {taken};" in slots
   assert "prepare them again with --window 9" in window
   text = dataclasses.replace(prepared, contents="text", decoder_slots=None, window=None)
-  (problem,) = text.replay_problems(decoder_slots=4000, window=8)
+  (problem,) = text.replay_problems(decoder_slots=taken, window=8)
   assert "data.replay.share is for chats" in problem
+
+
+def test_rows_keep_to_the_decoder_slots_that_are_asked_for(tmp_path, prepared):
+  limit = prepared.decoder_slots // 2
+  fewer = prepare(request_of(decoder_slots=limit), tmp_path)
+  assert fewer.decoder_slots <= limit
+  assert fewer.train.targets == prepared.train.targets
 
 
 def test_the_same_request_does_nothing_and_damage_is_seen(prepared, tmp_path):
@@ -128,7 +143,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
   assert kept == {"duplicate": 1, "without a learned answer": 1, "answers too long for a row": 1}
   assert sorted(name.split(":")[1].split()[0] for name in prepared.dropped_names) == ["2", "3"]
   printed = capsys.readouterr().out
-  assert "traces.jsonl:2 answer 1: needs 506 slots" in printed
+  assert "traces.jsonl:2 answer 1: needs 506 slots of 256" in printed
   assert "traces.jsonl:3: no answer is learned" in printed
   assert [len(one.turns) for one in conversations_of(prepared, "train")] == [1, 1]
 
