@@ -12,7 +12,7 @@ import io
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -35,7 +35,10 @@ class Shard(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split(Config):
-  """What one split holds. Every byte of a document is covered by its targets, and so is its EOS."""
+  """What one split holds. Every byte of a document is covered by its targets, and so is its EOS.
+
+  Of chats, documents are conversations, targets the tokens of learned answers, bytes their text.
+  """
 
   documents: int
   rows: int
@@ -78,12 +81,38 @@ class Prepared(Config):
   compressed_id_sha256: str
   source_sha256: str
   dropped: dict[str, int]  # reason -> documents left out
+  dropped_names: tuple[str, ...] = ()  # of chats: what was left out for its length or loss, each
+  contents: Literal["text", "chat"] = "text"
+  decoder_slots: int | None = None  # of chats: what the answers of a row take at most, with ...
+  window: int | None = None  # ... so many tokens before each of them
   train: Split
   validation: Split
   fingerprint: str  # of everything that decides what is read
 
   def split(self, name: str) -> Split:
     return {"train": self.train, "validation": self.validation}[name]
+
+  def replay_problems(self, *, decoder_slots: int, window: int) -> list[str]:
+    """Why steps with replay cannot read these rows, in plain sentences.
+
+    Args:
+      decoder_slots: T of such a step.
+      window: slots of the model's sliding window.
+    """
+    if self.decoder_slots is None or self.window is None:
+      return [f"data.replay.share is for chats, but {self.folder} holds {self.contents}."]
+    found = []
+    if decoder_slots < self.decoder_slots:
+      found.append(
+        f"data.replay.decoder_slots is {decoder_slots}, but rows of {self.folder} take up to "
+        f"{self.decoder_slots}; raise it, or prepare them again with --decoder-slots."
+      )
+    if window > self.window:
+      found.append(
+        f"model.attention.window is {window}, but rows of {self.folder} were packed for windows of "
+        f"{self.window}; prepare them again with --window {window}."
+      )
+    return found
 
   def damaged_files(self) -> list[str]:
     """Names of the files that are missing or not those that were written; reads all of them."""

@@ -10,6 +10,7 @@ from deepseek_jax.ngram import hash_primes
 from deepseek_jax.sharding import MESH_AXES, RULES, batch_pieces, mesh_problem
 from deepseek_jax.training_config import MeshConfig
 from train.keys import KEYS, flatten
+from train.replay_checks import replay_problems
 
 # Sizes and counts. Those of `data` are checked by DataConfig itself.
 AT_LEAST_ONE = (
@@ -77,6 +78,7 @@ def problems(
     *data,
     *_engram_problems(settings),
     *_row_problems(settings),
+    *replay_problems(settings),
     *(_tokenizer_problems(settings) if reads_data else ()),
     *_optim_problems(settings),
     *mesh_problems(settings, devices=devices, slices=slices),
@@ -137,12 +139,18 @@ def _tokenizer_problems(settings: Settings) -> Iterator[str]:
     except (OSError, DataError):
       continue  # reported by the data
     yield from _vocabulary_problems(settings, prepared)
+    if (replay := settings.data.replay).share:
+      window = settings.model.attention.window
+      yield from prepared.replay_problems(decoder_slots=replay.decoder_slots, window=window)
 
 
 def _vocabulary_problems(settings: Settings, prepared: Prepared) -> Iterator[str]:
   model, where = settings.model, f"the tokenizer of {prepared.folder}"
   if prepared.vocab > model.vocab:
-    yield f"model.vocab is {model.vocab}, but {where} has {prepared.vocab} token ids."
+    yield (
+      f"model.vocab is {model.vocab}, but {where} has {prepared.vocab} token ids; embedding and "
+      f"head are as large as model.vocab says, so set it to {prepared.vocab} or more."
+    )
   if not model.engram.layers:
     return
   if prepared.compressed_classes > model.engram.compressed_vocab:

@@ -1,6 +1,11 @@
-r"""Raw text -> tokenizer, packed rows and metadata in one folder.
+r"""Raw text or chats -> tokenizer, packed rows and metadata in one folder.
 
   python -m train prepare --source python-stdlib --tokenizer train:1024 --out .data/stdlib
+  python -m train prepare --format chat --source tools:0 --tokenizer train:1024 --slots 1024 \
+    --out .data/tools
+
+Chats are JSON lines with messages, tool calls and results (data/chat/record.py says which keys),
+or a generated set of tool use, tools:SEED. Only the assistant's answers are learned.
 
 The folder is complete when it has a metadata.json. Text is held in memory: prepare a corpus that
 does not fit as several folders with one tokenizer.json, and mix them in the configuration.
@@ -12,13 +17,22 @@ import time
 from collections.abc import Sequence
 
 from data.errors import DataError, RequestError
-from data.prepare.run import PrepareRequest, existing, prepare
+from data.prepare.request import FORMATS, TOKENIZERS, PrepareRequest
+from data.prepare.run import existing, prepare
 from data.prepare.sources import KINDS
+from data.prepare.traces import CHAT_KINDS
 from data.prepared import Prepared, Split
 from deepseek_jax.storage_path import StoragePath, storage_path, url_problem
 from train.errors import Exit, UsageError
 
-NUMBERS = {"slots": int, "validation_share": float, "max_megabytes": float}
+NUMBERS = {
+  "slots": int,
+  "decoder_slots": int,
+  "window": int,
+  "validation_share": float,
+  "max_megabytes": float,
+}
+NAMES_SHOWN = 20  # of what was left out; metadata.json has all of them
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,17 +98,22 @@ def _parser() -> argparse.ArgumentParser:
     allow_abbrev=False,
   )
   add = parser.add_argument
-  add("--source", default=default.source, help=f"{KINDS} (default {default.source})")
+  add("--format", default=default.format, help=f"{' or '.join(FORMATS)} (default text)")
+  text_kinds = f"of text {KINDS} (default {default.source})"
+  add("--source", default=default.source, help=f"{text_kinds}; of chats {CHAT_KINDS}")
   add("--text-field", default=default.text_field, help="key or column of JSONL and Parquet")
   add("--out", required=True, metavar="DIR", help="folder to write; s3:// and gs:// too")
   add(
     "--tokenizer",
     default=default.tokenizer,
-    help=f"train:ENTRIES or the path of a tokenizer.json (default {default.tokenizer})",
+    help=f"{TOKENIZERS} (default {default.tokenizer})",
   )
+  add("--chat-tokens", action="store_true", help="train the tokenizer with those of chats")
   for role in ("bos", "eos", "pad"):
     add(f"--{role}-token", metavar="NAME", help=f"the {role} token of a given tokenizer")
   add("--slots", default=default.slots, metavar="N", help=f"tokens in a row ({default.slots})")
+  add("--decoder-slots", metavar="N", help="of a row of chats in a step with replay (no limit)")
+  add("--window", default=default.window, metavar="N", help="the model's, for the same (128)")
   add(
     "--validation-share",
     default=default.validation_share,
@@ -107,11 +126,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _summary(prepared: Prepared) -> str:
   dropped = ", ".join(f"{count} {why}" for why, count in prepared.dropped.items() if count)
+  names, more = prepared.dropped_names, len(prepared.dropped_names) - NAMES_SHOWN
+  line, room = _line, []
+  if prepared.contents == "chat":
+    line = _chat_line
+    room = [f"a row takes up to {prepared.decoder_slots} decoder slots with replay"]
   return "\n".join(
     [
-      _line("train", prepared.train),
-      _line("validation", prepared.validation),
+      line("train", prepared.train),
+      line("validation", prepared.validation),
+      *room,
       f"left out: {dropped or 'nothing'}",
+      *(f"  {name}" for name in names[:NAMES_SHOWN]),
+      *([f"  and {more} more, all of them in metadata.json"] if more > 0 else []),
       f"vocabulary {prepared.vocab}, {prepared.compressed_classes} compressed classes",
     ]
   )
@@ -121,4 +148,11 @@ def _line(name: str, split: Split) -> str:
   return (
     f"{name}: {split.documents} documents, {split.tokens} tokens in {split.rows} rows, "
     f"{split.bytes_per_token:.3f} bytes per token, padding {split.padding_fraction:.2%}"
+  )
+
+
+def _chat_line(name: str, split: Split) -> str:
+  return (
+    f"{name}: {split.documents} conversations, {split.tokens} tokens in {split.rows} rows, "
+    f"{split.targets} of them learned, padding {split.padding_fraction:.2%}"
   )

@@ -3,28 +3,21 @@
 import dataclasses
 import hashlib
 import json
-import math
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from data.errors import RequestError
-from data.prepare.compression import compression_map
+from data.prepare.chat_contents import ChatContents
+from data.prepare.compression import cached_compression_map, compression_map
 from data.prepare.corpus import Corpus, select
 from data.prepare.progress import Advance, phase
-from data.prepare.shards import write_split
-from data.prepare.sources import read_source
-from data.prepare.tokenizer import (
-  LARGEST_VOCAB,
-  SMALLEST_VOCAB,
-  Vocabulary,
-  load_tokenizer,
-  train_tokenizer,
-  vocabulary,
-)
+from data.prepare.request import PrepareRequest
+from data.prepare.sources import SourceText
+from data.prepare.text_contents import TextContents
+from data.prepare.tokenizer import Vocabulary, load_tokenizer, train_tokenizer, vocabulary
 from data.prepared import (
   COMPRESSED_ID,
   FORMAT,
@@ -40,62 +33,7 @@ from data.rows import token_dtype
 from deepseek_jax.storage_path import RemotePath, StoragePath, upload_tree
 
 SPLITS = ("train", "validation")
-ENCODE_AT_ONCE = 64  # documents: enough to keep the library's threads busy between two advances
-
-
 UNFINISHED = ".unfinished"  # marks a folder as ours until metadata.json completes it
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrepareRequest:
-  """Everything that decides what a preparation contains."""
-
-  source: str = "python-stdlib"
-  text_field: str = "text"  # of JSONL and Parquet
-  tokenizer: str = "train:8192"  # train:ENTRIES, or the path of a tokenizer.json
-  bos_token: str | None = None  # name in the tokenizer; None: found by known names
-  eos_token: str | None = None
-  pad_token: str | None = None
-  slots: int = 256  # tokens in a row
-  validation_share: float = 0.05  # of the documents
-  max_megabytes: float | None = None  # of UTF-8 text, 10^6 bytes each; None: all of it
-
-  def problems(self) -> list[str]:
-    """Every reason for which this cannot be prepared, the source's contents aside."""
-    found = []
-    if self.slots < 1:
-      found.append(f"--slots must be at least 1, got {self.slots}.")
-    if not 0 <= self.validation_share < 1:
-      found.append(f"--validation-share must lie in [0, 1), got {self.validation_share}.")
-    if self.max_megabytes is not None and not 0 < self.max_megabytes < math.inf:
-      found.append(f"--max-megabytes must be positive and finite, got {self.max_megabytes}.")
-    entries = self.trained_entries
-    if entries is not None and not (
-      entries.isdecimal() and SMALLEST_VOCAB <= int(entries) <= LARGEST_VOCAB
-    ):
-      found.append(
-        f"--tokenizer is {self.tokenizer!r}; train:ENTRIES takes a number from "
-        f"{SMALLEST_VOCAB} (every byte and three special tokens) to {LARGEST_VOCAB}."
-      )
-    if entries is None and not pathlib.Path(self.tokenizer).is_file():
-      found.append(
-        f"--tokenizer is {self.tokenizer!r}, accepted are train:ENTRIES and the path of a "
-        "tokenizer.json."
-      )
-    return found
-
-  @property
-  def trained_entries(self) -> str | None:
-    """What follows "train:", None for a given tokenizer."""
-    kind, colon, entries = self.tokenizer.partition(":")
-    return entries if kind == "train" and colon else None
-
-  def identity(self) -> dict:
-    """What metadata.json remembers of the request; a given tokenizer counts by its contents."""
-    values = dataclasses.asdict(self)
-    if self.trained_entries is None:
-      values["tokenizer"] = "sha256:" + file_sha256(pathlib.Path(self.tokenizer))
-    return values
 
 
 def existing(request: PrepareRequest, folder: StoragePath) -> Prepared | None:
@@ -107,9 +45,11 @@ def existing(request: PrepareRequest, folder: StoragePath) -> Prepared | None:
   if not (folder / METADATA).is_file():
     return None
   prepared, wanted = load_prepared(folder), request.identity()
-  differing = [name for name, value in wanted.items() if prepared.request.get(name) != value]
+  # What an older preparation does not name was then as it is by default.
+  known = dataclasses.asdict(PrepareRequest()) | prepared.request
+  differing = [name for name, value in wanted.items() if known[name] != value]
   if differing:
-    was = ", ".join(f"{name}={prepared.request.get(name)!r}" for name in differing)
+    was = ", ".join(f"{name}={known[name]!r}" for name in differing)
     now = ", ".join(f"{name}={wanted[name]!r}" for name in differing)
     raise RequestError(
       f"{folder} already holds data prepared with {was}, but now {now} is asked for; choose "
@@ -131,14 +71,17 @@ def prepare(request: PrepareRequest, folder: StoragePath) -> Prepared:
   _check_ours(folder)
   if isinstance(folder, RemotePath):
     return _prepare_remote(request, folder)
+  contents = ChatContents(request) if request.format == "chat" else TextContents(request)
   with phase("reading"):
-    corpus = _read(request)
-  vocab = _vocabulary(request, corpus)
+    corpus = _read(request, contents.documents())
+  vocab = _vocabulary(request, corpus, contents)
+  contents.use(vocab, corpus)
   _clear_unfinished(folder)
   vocab.tokenizer.save(str(folder / TOKENIZER))
-  compressed_id_V = compression_map(vocab.tokenizer, vocab.size)
+  mapped = compression_map if request.trained_entries else cached_compression_map
+  compressed_id_V = mapped(vocab.tokenizer, vocab.size)
   np.save(folder / COMPRESSED_ID, compressed_id_V)
-  splits = {name: _write(folder, name, corpus.split(name), vocab, request) for name in SPLITS}
+  splits = {name: contents.write(folder, name) for name in SPLITS}
   written = {
     "slots": request.slots,
     "vocab": vocab.size,
@@ -154,9 +97,10 @@ def prepare(request: PrepareRequest, folder: StoragePath) -> Prepared:
     "folder": folder,
     "request": request.identity(),
     "source_sha256": corpus.source_sha256,
-    "dropped": corpus.dropped,
+    "dropped": corpus.dropped | contents.dropped,
     "fingerprint": _fingerprint(written, splits),
   }
+  about |= contents.about()
   prepared = Prepared.from_dict(about | written | splits)
   save_prepared(prepared)
   (folder / UNFINISHED).unlink()
@@ -179,10 +123,10 @@ def _prepare_remote(request: PrepareRequest, folder: RemotePath) -> Prepared:
   return prepared
 
 
-def _read(request: PrepareRequest) -> Corpus:
+def _read(request: PrepareRequest, documents: Iterable[SourceText]) -> Corpus:
   limit = request.max_megabytes
   corpus = select(
-    read_source(request.source, request.text_field),
+    documents,
     validation_share=request.validation_share,
     max_bytes=None if limit is None else int(limit * 1e6),
   )
@@ -199,37 +143,24 @@ def _read(request: PrepareRequest) -> Corpus:
   return corpus
 
 
-def _vocabulary(request: PrepareRequest, corpus: Corpus) -> Vocabulary:
+def _vocabulary(
+  request: PrepareRequest, corpus: Corpus, contents: TextContents | ChatContents
+) -> Vocabulary:
   stated = {"bos": request.bos_token, "eos": request.eos_token, "pad": request.pad_token}
-  return vocabulary(_tokenizer(request, corpus), stated)
-
-
-def _tokenizer(request: PrepareRequest, corpus: Corpus) -> Tokenizer:
   if request.trained_entries is None:
-    return load_tokenizer(pathlib.Path(request.tokenizer))
+    return vocabulary(load_tokenizer(request.tokenizer_path), stated)
+  texts = contents.training_texts(corpus.train)
   with phase("training the tokenizer", len(corpus.train)) as advance:
-    return train_tokenizer(_counted(corpus.train, advance), int(request.trained_entries))
+    trained = train_tokenizer(
+      _counted(texts, advance), int(request.trained_entries), chat=request.has_chat_tokens
+    )
+  return vocabulary(trained, stated)
 
 
-def _counted(texts: list[str], advance: Advance) -> Iterator[str]:
+def _counted(texts: Iterable[str], advance: Advance) -> Iterator[str]:
   for text in texts:
     yield text
     advance(1)
-
-
-def _write(
-  folder: pathlib.Path, name: str, texts: list[str], vocab: Vocabulary, request: PrepareRequest
-) -> Split:
-  documents = []
-  with phase(f"encoding the {name} split", len(texts)) as advance:
-    for start in range(0, len(texts), ENCODE_AT_ONCE):
-      chunk = texts[start : start + ENCODE_AT_ONCE]
-      documents += vocab.encode(chunk)
-      advance(len(chunk))
-  size = sum(len(text.encode()) for text in texts)
-  return write_split(
-    folder, name, documents, text_bytes=size, slots=request.slots, vocab=vocab.size
-  )
 
 
 def _check_ours(folder: StoragePath) -> None:

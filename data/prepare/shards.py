@@ -1,7 +1,8 @@
 """Packed rows of one split -> ArrayRecord shards."""
 
+import itertools
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
@@ -9,7 +10,6 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from data.prepare.packing import pack
 from data.prepared import Shard, Split, file_sha256
 from data.rows import encode_row, token_dtype
-from deepseek_jax.layout import Document
 
 OPTIONS = "group_size:1"  # each row is read by itself, as Grain asks
 SHARD_TOKENS = 32 * 2**20  # 64 MB of uint16: few files, and small enough to move around
@@ -38,15 +38,8 @@ def write_split(
   """
   tokens = sum(len(document) for document in documents)
   rows = -(-tokens // slots)
-  per_shard = max(1, shard_tokens // slots)
-  count = -(-rows // per_shard)
-  packed = pack(documents, slots)
-  shards = []
-  for number in range(count):
-    path = folder / f"{name}-{number:05d}-of-{count:05d}.array_record"
-    size = min(per_shard, rows - number * per_shard)
-    _write(path, (next(packed) for _ in range(size)), token_dtype(vocab))
-    shards.append(Shard(name=path.name, rows=size, sha256=file_sha256(path)))
+  records = (encode_row(row, token_dtype(vocab)) for row in pack(documents, slots))
+  shards = write_records(folder, name, records, rows=rows, slots=slots, shard_tokens=shard_tokens)
   return Split(
     documents=len(documents),
     rows=rows,
@@ -54,12 +47,33 @@ def write_split(
     targets=tokens - len(documents),
     bytes=text_bytes,
     padding_fraction=1 - tokens / (rows * slots) if rows else 0.0,
-    shards=tuple(shards),
+    shards=shards,
   )
 
 
-def _write(path: pathlib.Path, rows: Iterable[list[Document]], dtype: str) -> None:
+def write_records(
+  folder: pathlib.Path,
+  name: str,
+  records: Iterator[bytes],
+  *,
+  rows: int,
+  slots: int,
+  shard_tokens: int = SHARD_TOKENS,
+) -> tuple[Shard, ...]:
+  """Writes the rows of one split, which are `rows` records of `slots` slots, into its shards."""
+  per_shard = max(1, shard_tokens // slots)
+  count = -(-rows // per_shard)
+  shards = []
+  for number in range(count):
+    path = folder / f"{name}-{number:05d}-of-{count:05d}.array_record"
+    size = min(per_shard, rows - number * per_shard)
+    _write(path, itertools.islice(records, size))
+    shards.append(Shard(name=path.name, rows=size, sha256=file_sha256(path)))
+  return tuple(shards)
+
+
+def _write(path: pathlib.Path, records: Iterable[bytes]) -> None:
   writer = ArrayRecordWriter(str(path), OPTIONS)
-  for row in rows:
-    writer.write(encode_row(row, dtype))
+  for record in records:
+    writer.write(record)
   writer.close()

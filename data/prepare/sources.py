@@ -81,7 +81,8 @@ def _text_of(path: pathlib.Path) -> str | None:
   return None if "\0" in text else text
 
 
-def _files(root: pathlib.Path, suffix: str) -> list[tuple[str, pathlib.Path]]:
+def record_files(root: pathlib.Path, suffix: str) -> list[tuple[str, pathlib.Path]]:
+  """Key and path of a file of records, or of every such file below a folder."""
   if root.is_file():
     return [(root.name, root)]
   found = sorted(root.rglob(f"*{suffix}"))
@@ -92,7 +93,7 @@ def _files(root: pathlib.Path, suffix: str) -> list[tuple[str, pathlib.Path]]:
 
 def _jsonl(root: pathlib.Path, text_field: str) -> Iterator[SourceText]:
   problems = []
-  for name, path in _files(root, ".jsonl"):
+  for name, path in record_files(root, ".jsonl"):
     with path.open("rb") as lines:
       for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -125,7 +126,7 @@ def _parquet(root: pathlib.Path, text_field: str) -> Iterator[SourceText]:
     from pyarrow import parquet
   except ModuleNotFoundError:
     raise RequestError("--source parquet: needs the package pyarrow; install it.") from None
-  for name, path in _files(root, ".parquet"):
+  for name, path in record_files(root, ".parquet"):
     try:
       table = parquet.ParquetFile(path)
     except (pyarrow.ArrowInvalid, OSError):

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from data.chat.markup import Mark
 from data.errors import RequestError
+from data.plain_tokenizer import plain_tokenizer
 
 # The release's names (model.md section 4.1), at its ids 0, 1, 2.
-BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
+BOS, EOS, PAD = Mark.BOS.value, Mark.EOS.value, "<｜▁pad▁｜>"
+CHAT_TOKENS = tuple(m.value for m in Mark if m not in (Mark.BOS, Mark.EOS))  # at the ids from 3 on
 SMALLEST_VOCAB = 256 + 3  # every byte, and the three above
 LARGEST_VOCAB = 2**24  # the trainer reserves memory for all of them; no tokenizer has a tenth
 
@@ -27,6 +30,7 @@ class Vocabulary:
   """A tokenizer with the ids that documents are framed with."""
 
   tokenizer: Tokenizer
+  plain: Tokenizer  # the same, for text that may spell special tokens
   bos: int  # before every document; EOS where the tokenizer has no BOS
   eos: int  # after every document
   pad: int
@@ -38,12 +42,18 @@ class Vocabulary:
 
   def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
     """int32 tokens of each text, between BOS and EOS."""
-    encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    encodings = self.plain.encode_batch_fast(texts, add_special_tokens=False)
     return [np.array([self.bos, *e.ids, self.eos], np.int32) for e in encodings]
 
 
-def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
-  """Byte-level BPE with at most `vocab` entries; digits in groups of at most three."""
+def train_tokenizer(texts: Iterable[str], vocab: int, *, chat: bool = False) -> Tokenizer:
+  """Byte-level BPE with at most `vocab` entries; digits in groups of at most three.
+
+  Args:
+    texts: what it learns from.
+    vocab: entries, the special ones included.
+    chat: whether the tokens of the chat format are among these.
+  """
   tokenizer = Tokenizer(models.BPE())
   digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
   words = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -51,7 +61,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
   tokenizer.decoder = decoders.ByteLevel()
   trainer = trainers.BpeTrainer(
     vocab_size=vocab,
-    special_tokens=[BOS, EOS, PAD],
+    special_tokens=[BOS, EOS, PAD, *(CHAT_TOKENS if chat else ())],
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
   )
@@ -84,7 +94,6 @@ def vocabulary(tokenizer: Tokenizer, stated: dict[str, str | None]) -> Vocabular
       problems.append(f"The tokenizer has none of the {role} tokens {known}: give --{role}-token.")
   if problems:
     raise RequestError(*problems)
-  # Text that merely spells a special token must not become one.
-  tokenizer.encode_special_tokens = True
   bos = ids["eos"] if ids["bos"] is None else ids["bos"]
-  return Vocabulary(tokenizer, bos=bos, eos=ids["eos"], pad=ids["pad"])
+  plain = plain_tokenizer(tokenizer)
+  return Vocabulary(tokenizer, plain, bos=bos, eos=ids["eos"], pad=ids["pad"])

@@ -64,3 +64,15 @@ def test_tokens_that_read_alike_share_a_class():
   words = ["the", "The", " THE", "thé", "\t\n", " ", "x", "\ufffd", "\u0301"]
   classes = compression_map(word_level(*words), len(words))
   np.testing.assert_array_equal(classes, [0, 0, 0, 0, 1, 1, 2, 3, 4])
+
+
+def test_only_added_tokens_that_are_no_markup_are_found_in_text():
+  tokenizer = train_tokenizer(["text"], 259)
+  tokenizer.add_tokens(["<think>", "<dsml:", "｜x｜", "    "])
+  tokenizer.enable_truncation(3)
+  vocab = vocabulary(tokenizer, NOTHING_STATED)
+  spaces = tokenizer.token_to_id("    ")
+  (tokens,) = vocab.encode(["a    <think> <dsml: ｜x｜ b"])
+  added = [token for token in tokens.tolist() if token >= 259]
+  assert added == [spaces]
+  assert tokenizer.decode(tokens[1:-1]) == "a    <think> <dsml: ｜x｜ b"

@@ -16,7 +16,8 @@ SETTINGS = Settings(max_skipped_steps=2)
 def in_flight(step, *, tokens=100, skipped=0, seconds=0.5):
   metrics = {"tokens": tokens, "loss": 2.5, "grad_norm": 1.0, "lr": 0.1, "skipped": skipped}
   metrics = {name: jnp.asarray(value) for name, value in metrics.items()}
-  return InFlight(step, metrics, (f"a:{step}", ""), time.monotonic() - seconds, 0.125)
+  packing = {"encoder_fill": 0.5}
+  return InFlight(step, metrics, (f"a:{step}", ""), time.monotonic() - seconds, 0.125, packing)
 
 
 def make(kind="cpu", counts=Counts(), devices=2):
@@ -38,6 +39,10 @@ def test_an_unknown_peak_leaves_mfu_empty_and_says_so_once():
   record, sentences = make()
   assert record.read(in_flight(1), ())["mfu"] is None
   assert sentences == ["mfu stays empty: the peak rate of a cpu is not known."]
+
+
+def test_how_full_the_rows_were_is_on_the_line():
+  assert make()[0].read(in_flight(1), ())["encoder_fill"] == 0.5
 
 
 def test_a_step_lasts_from_the_end_of_the_one_before():

@@ -1,0 +1,1 @@
+"""Chats and tool traces: messages, their released text format, and their tokens."""
