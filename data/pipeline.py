@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -133,6 +133,7 @@ def open_pipeline(
   host: int = 0,
   hosts: int = 1,
   window: int | None = None,
+  begin: Sequence[int] = (),
 ) -> Pipeline:
   """Training batches of host `host` of `hosts`.
 
@@ -143,6 +144,7 @@ def open_pipeline(
     host: which host this is, from 0.
     hosts: their number, a divisor of cfg.batch_rows.
     window: slots of the model's window; None makes every step exact, whatever cfg.replay says.
+    begin: rows of each folder that are left out, those of an earlier stage; empty: none.
 
   Raises: ValueError where cfg, hosts or engram do not fit the data, DataError for damaged files.
   """
@@ -152,14 +154,16 @@ def open_pipeline(
   open_rows = lambda prepared: RowSource(
     prepared, "train", replace=True, max_damaged=cfg.max_damaged_records
   )
+  begin = tuple(begin) or (0,) * len(folders)
   streams = [
     grain.MapDataset.source(open_rows(prepared))
     .shuffle(seed=cfg.shuffle_seed)
     .repeat()
     .map_with_index(_locator(folder, prepared.train.rows))
-    for folder, prepared in enumerate(folders)
+    .slice(slice(first, ROWS_AT_MOST))
+    for folder, (prepared, first) in enumerate(zip(folders, begin, strict=True))
   ]
-  weights = cfg.weights or (1.0,) * len(folders)
+  weights = _weights(cfg)
   share = 0.0 if window is None else cfg.replay.share
   rows = grain.MapDataset.mix(streams, weights).map_with_index(
     lambda n, read: read._replace(replayed=is_replayed(n // cfg.batch_rows, share))
@@ -170,6 +174,7 @@ def open_pipeline(
     "slots": cfg.slots,
     "batch_rows": cfg.batch_rows,
     "shuffle_seed": cfg.shuffle_seed,
+    **({"begin": list(begin)} if any(begin) else {}),
   }
   if share:
     identity["replay"] = dataclasses.asdict(cfg.replay) | {"window": window}
@@ -210,6 +215,24 @@ def open_validation(
   build = _row_builder(cfg, folders[0], ratios, engram, window)
   batches = _batches(rows, cfg, build, host, hosts)
   return ValidationPass(batches, cfg)
+
+
+def rows_of_folders(cfg: DataConfig, rows: int) -> tuple[int, ...]:
+  """How many of the first `rows` rows come from each folder."""
+  import grain
+
+  numbered = [
+    grain.MapDataset.range(ROWS_AT_MOST).map(lambda row, folder=folder: (folder, row))
+    for folder in range(len(cfg.paths))
+  ]
+  mixed = grain.MapDataset.mix(numbered, _weights(cfg))
+  found = dict.fromkeys(range(len(cfg.paths)), 0)
+  for place in range(rows - 1, -1, -1):  # back to the last row of every folder
+    folder, row = cast(tuple[int, int], mixed[place])
+    found[folder] = found[folder] or row + 1
+    if all(found.values()):
+      break
+  return tuple(found.values())
 
 
 def validation_split(cfg: DataConfig) -> Split:
@@ -258,6 +281,10 @@ class _Reader:
     import grain
 
     grain.experimental.set_next_index(self._iterator, step)
+
+
+def _weights(cfg: DataConfig) -> tuple[float, ...]:
+  return cfg.weights or (1.0,) * len(cfg.paths)
 
 
 def _load(cfg: DataConfig, engram: EngramConfig | None, hosts: int) -> list[Prepared]:

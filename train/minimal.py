@@ -24,14 +24,15 @@ from deepseek_jax.objective.pretrain import make_loss_fn
 from deepseek_jax.optim import router_bias
 from deepseek_jax.optim.optimizer import make_optimizer
 from deepseek_jax.types import ModelOutput
+from train.stages import spans
 
 STEPS = 8
 
 
 def make_step(settings: Settings):
   """The step (params, balance, opt_state, batch) -> (..., ..., ..., loss), and its optimizer."""
-  model = Model(settings.model, train_indexer=True)
-  optimizer = make_optimizer(settings.optim, settings.total_steps, settings.model.engram)
+  model = Model(settings.model, indexer_loss=settings.objective.indexer)
+  optimizer = make_optimizer(settings.optim, spans(settings), settings.model.engram)
   apply = cast(Callable[..., ModelOutput], model.apply)
   loss_fn = make_loss_fn(apply, settings.objective, settings.model.numerics.compute_dtype)
 
