@@ -36,7 +36,7 @@ def get_config(variant: str = "v4_1") -> ml_collections.ConfigDict:
   """The configuration of one of VARIANTS."""
   c = base.get_config()
   model = c.model
-  model.update(vocab=8192, dim=320, decoder_start=HALF, remat="none")
+  model.update(vocab=8192, dim=384, decoder_start=HALF, remat="none")
   model.compress_ratios = (0,) + (2,) * (HALF - 1) + (1,) * HALF
   model.update(kv_sources=_SOURCES, index_sources=_CHOICES)
   model.attention.update(heads=8, head_dim=64, rope_dim=16, q_rank=128, o_rank=64, o_groups=4)
@@ -44,7 +44,7 @@ def get_config(variant: str = "v4_1") -> ml_collections.ConfigDict:
   model.rope.yarn_original_length = 2048
   # The candidate pool comes in post-training (report 4.3).
   model.indexer.update(heads=4, head_dim=32, top_k=64, pool_source=None)
-  model.moe.update(experts=32, experts_per_token=2, hidden=192)
+  model.moe.update(experts=48, experts_per_token=3, hidden=128)
   model.engram.update(layers=(0, HALF), max_ngram=3, heads=4, head_dim=32, prime_start=20_011)
   model.engram.update(compressed_vocab=8192)
   model.engram.table_rows = tuple(sum(primes) for primes in hash_primes(2, 8, 20_011))

@@ -10,6 +10,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -173,18 +174,22 @@ def compile_programs(chosen: Settings, mesh: Mesh, batch: Any) -> Programs:
 
   def create() -> Any:
     def one(seed: jax.Array) -> Any:
-      variables = nn.unbox(model.init(jax.random.key(seed), row))
+      # Random bits of the device's own generator: threefry for every array takes a minute to
+      # compile on a GPU (docs/log.md).
+      variables = nn.unbox(model.init(jax.random.key(seed, impl="rbg"), row))
       return init_state(variables["params"], variables["balance"], optimizer)
 
     return jax.lax.map(one, chosen.seed + jnp.arange(SEEDS))
 
   over_seeds = lambda fn: lambda states, batch: jax.lax.map(lambda s: fn(s, batch), states)
   shapes = jax.eval_shape(create)
-  return Programs(
-    create=jax.jit(create),
-    step=jax.jit(over_seeds(step), donate_argnums=0).lower(shapes, batch).compile(),
-    evaluate=jax.jit(over_seeds(lambda s, batch: evaluate(s.params, s.balance, batch))),
+  lowered = (
+    jax.jit(create).lower(),
+    jax.jit(over_seeds(step), donate_argnums=0).lower(shapes, batch),
+    jax.jit(over_seeds(lambda s, batch: evaluate(s.params, s.balance, batch))).lower(shapes, batch),
   )
+  with ThreadPoolExecutor(len(lowered)) as pool:
+    return Programs(*pool.map(lambda program: program.compile(), lowered))
 
 
 def _layout(place: Callable) -> Callable:

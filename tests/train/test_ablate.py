@@ -52,18 +52,6 @@ def test_seeds_differ_and_both_learn(trained):
   assert last[1] < first[1] and last[2] < first[2]
 
 
-@pytest.mark.slow
-def test_a_seed_learns_what_a_run_of_its_own_learns(trained, runs, tmp_path):
-  """The loop over seeds changes no number beyond rounding."""
-  _, result = trained
-  code, output = runs.finish(
-    tmp_path / "run", total_steps=7, log__observed_queries=0, model__remat="none"
-  )
-  assert code == 0, output
-  losses = [line["loss"] for line in runs.lines(tmp_path / "run")]
-  assert [row[1] for row in result["loss"]] == pytest.approx(losses, rel=1e-5)
-
-
 def result(**changes):
   """As `ablate` writes it, as far as the table reads it."""
   return {

@@ -42,7 +42,10 @@ def _backward(in_one_batch, saved, d_y_PN):
   x_CRK, d_y_CRN = _blocks(x_PK, group_C), _blocks(d_y_PN, group_C)
   if in_one_batch:
     d_w_CKN = einsum_f32("crk,crn->ckn", x_CRK, d_y_CRN)
-    d_w_GKN = jax.ops.segment_sum(d_w_CKN, group_C, len(w_GKN), indices_are_sorted=True)
+    # No segment_sum: of sorted indices XLA makes a GPU kernel that takes minutes to compile (one
+    # with a whole matrix in registers), of others one that adds in any order.
+    is_of_CG = jax.nn.one_hot(group_C, len(w_GKN))
+    d_w_GKN = jnp.einsum("cg,ckn->gkn", is_of_CG, d_w_CKN, precision=lax.Precision.HIGHEST)
     return d_x_PK, d_w_GKN.astype(w_GKN.dtype), None
   return d_x_PK, _sum_in_a_loop(x_CRK, d_y_CRN, group_C, w_GKN), None
 
