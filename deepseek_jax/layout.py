@@ -4,10 +4,20 @@ A row of a batch has S encoder slots and T decoder slots (pretraining: T = S, on
 document masks and, in post-training, replay are all expressed here, so the model has one forward.
 Legend: B rows, S encoder slots, T decoder slots, m compression ratio, L Engram tables, R rows read
 by a token from one table. JAX arrays may stand in for the NumPy ones: a Layout is a pytree.
+
+Replay. A server keeps the compressed entries of what it has read, but not always the windows. It
+rebuilds a window from the last W tokens alone (W the window), which this layout imitates:
+- Decoder: for a response that starts at position a, only a - W ... end of the response enter it, as
+  a segment that no window leaves. Responses are segments of their own over one encoder pass.
+- Encoder: where a prefix of p tokens was found without its windows, p - W ... p - 1 stand in the
+  row a second time, right before p, as copies with no loss. A copy sees what its original sees and
+  makes no entry, except that a group that straddles p is made of copies below p.
+Source: model.md sections 5.1 and 5.2.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -52,48 +62,87 @@ def real_slots(layout: Layout) -> Array:
 class Document(NamedTuple):
   """A run of tokens that is packed whole.
 
-  next_token follows the last of them (it is that token's target); -1 if nothing does.
+  next_token follows the last of them (it is that token's target, of weight 1); -1 if nothing does.
   """
 
   tokens: np.ndarray  # [n] int32
   next_token: int = -1
   modality: np.ndarray | None = None  # [n] int32; None: all text
+  loss: np.ndarray | None = None  # [n] float32 weight of each token as a target; None: all 1
+
+
+Turns = Sequence[tuple[int, int]]  # first and one past the last position of each response
+NO_HIT = 0  # in the place of a hit: the turn starts with all that the turn before left
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replay:
+  """What a row with turns has to know of the server that it imitates."""
+
+  window: int  # W, slots of the model's sliding window
+  decoder_slots: int  # T
+  hit_multiple: int = 1  # hits are multiples of it: tokens of a block of the candidate pool
+  # Where decoder slots below a hit start if the new input is shorter than the window: from the
+  # copies ("window"), or from the originals, as if their encoder outputs had been kept ("exact").
+  short_input: Literal["window", "exact"] = "window"
+
+
+def decoder_slots_of(turns: Turns, window: int) -> int:
+  """Decoder slots that the responses of a document take: each with up to `window` before it."""
+  return sum(end - start + min(window, start) for start, end in turns)
 
 
 def build_layout(
   documents: Sequence[Document],
+  turns: Sequence[Turns] | None = None,
+  cuts: Sequence[Sequence[int]] | None = None,
   *,
   slots: int,
   ratios: Sequence[int],
   hashing: NgramHash | None = None,
   align: int = 1,
+  replay: Replay | None = None,
 ) -> Layout:
   """Packs documents into one row of `slots` slots, one after the other.
 
   Args:
     documents: packed in order; together they must fit.
+    turns: of each document; None lays out no turns, and T = S.
+    cuts: of each document, for each turn the prefix that was found without its windows, in tokens:
+      from the end of the response before it to the turn's own response, longer than the window; or
+      NO_HIT. None: no hits.
     slots: S. Must be a multiple of every ratio.
     ratios: the compression ratios m for which entries are laid out.
     hashing: Engram hash; None gives rows of width 0.
     align: documents start at multiples of this many slots.
+    replay: with turns alone.
 
-  Returns: a Layout with B = 1 and T = S.
-  Raises: ValueError for an empty document, one that does not fit, or a bad slot count.
+  Returns: a Layout with B = 1.
+  Raises: ValueError for an empty document, one that does not fit, a bad slot count, and for turns
+    and hits that no server could have met.
   """
   if bad := [m for m in ratios if slots % m]:
     raise ValueError(f"slots is {slots}, which is not a multiple of the ratios {bad}.")
+  hits = cuts or [[NO_HIT] * len(own) for own in turns or [()] * len(documents)]
+  if (turns is None) != (replay is None):
+    raise ValueError("turns and replay belong together; give both or none.")
+  if turns is not None and replay is not None:
+    _check_turns(documents, turns, hits, ratios, replay)
   row = _empty_row(slots, ratios, hashing)
-  start = 0
+  start, segments = 0, []
   for number, document in enumerate(documents):
-    length = len(document.tokens)
-    if length == 0:
+    if len(document.tokens) == 0:
       raise ValueError(f"document {number} is empty.")
-    if start + length > slots:
-      raise ValueError(
-        f"document {number} needs slots {start} to {start + length - 1}, the row has {slots}."
-      )
-    _place(row, number, document, start, ratios, hashing)
-    start += -(-length // align) * align
+    order = _order(len(document.tokens), [hit for hit in hits[number] if hit], replay)
+    end = start + len(order.position)
+    if end > slots:
+      raise ValueError(f"document {number} needs slots {start} to {end - 1}, the row has {slots}.")
+    _place(row, number, document, start, order, hashing)
+    if turns is not None and replay is not None:
+      segments += _segments(document, start, order, turns[number], hits[number], replay)
+    start += -(-(end - start) // align) * align
+  if replay is not None:
+    return stack_layouts([_with_decoder(row, segments, replay.decoder_slots)], axis_exists=False)
   row = row._replace(
     decoder_slots=np.where(row.document >= 0, np.arange(slots), PADDING).astype(np.int32),
     decoder_segment_start=row.segment_start.copy(),
@@ -140,35 +189,157 @@ def _empty_row(slots: int, ratios: Sequence[int], hashing: NgramHash | None) -> 
   )
 
 
+class _Order(NamedTuple):
+  """In which order a document stands in its slots, counted from its first slot and position."""
+
+  position: np.ndarray  # [slots of the document] position of the token in each slot
+  is_copy: np.ndarray  # [slots of the document] bool
+  segment: np.ndarray  # [slots of the document] first slot that its window may reach
+  slot: np.ndarray  # [n] slot of each position that is no copy
+
+
+def _order(tokens: int, hits: Sequence[int], replay: Replay | None) -> _Order:
+  """Each hit, ascending, puts a window of copies before its position."""
+  window = 0 if replay is None else replay.window
+  slot = np.arange(tokens) + window * np.searchsorted(hits, np.arange(tokens), side="right")
+  size = tokens + window * len(hits)
+  position, is_copy, segment = np.zeros(size, np.int32), np.ones(size, bool), np.zeros(size, int)
+  position[slot], is_copy[slot] = np.arange(tokens), False
+  for hit in hits:
+    first = slot[hit] - window
+    position[first : slot[hit]] = np.arange(hit - window, hit)
+    segment[first:] = first
+  return _Order(position, is_copy, segment, slot)
+
+
 def _place(
-  row: Layout,
-  number: int,
-  document: Document,
-  start: int,
-  ratios: Sequence[int],
-  hashing: NgramHash | None,
+  row: Layout, number: int, document: Document, start: int, order: _Order, hashing: NgramHash | None
 ) -> None:
   """Writes one document into the row's arrays, from slot `start` on."""
   tokens = np.asarray(document.tokens, np.int32)
-  length = len(tokens)
-  span = slice(start, start + length)
-  row.tokens[span] = tokens
-  row.positions[span] = np.arange(length)
+  span = slice(start, start + len(order.position))
+  row.tokens[span] = tokens[order.position]
+  row.positions[span] = order.position
   row.document[span] = number
-  row.segment_start[span] = start
-  if document.modality is not None:
-    row.modality[span] = document.modality
+  row.is_copy[span] = order.is_copy
+  row.segment_start[span] = start + order.segment
+  modality = np.full(len(tokens), TEXT) if document.modality is None else document.modality
+  row.modality[span] = modality[order.position]
   if hashing is not None:
-    row.engram_rows[span] = hashing.rows(tokens, row.modality[span] != TEXT)
-  for m in ratios:
-    groups = length // m
-    first = (
-      start + m - 1
-    ) // m  # id of the document's first entry: (start + m - 1) is its last slot
-    group_slots = start + np.arange(groups * m, dtype=np.int32).reshape(groups, m)
-    row.entry_slots[m][first : first + groups] = group_slots
+    row.engram_rows[span] = hashing.rows(tokens, modality != TEXT)[order.position]
+  for m, entry_slots in row.entry_slots.items():
+    last = start + order.slot[m - 1 :: m]  # of each complete group; the others stand before it
+    first = (start + m - 1) // m  # id of the document's first entry: (start + m - 1) is its last
+    entry_slots[last // m] = last[:, None] + np.arange(1 - m, 1)
     row.entry_begin[m][span] = first
-    row.entry_end[m][span] = first + (np.arange(length) + 1) // m
-  following = np.append(tokens[1:], document.next_token)
-  row.targets[span] = np.maximum(following, 0)
-  row.weights[span] = following >= 0
+    row.entry_end[m][span] = np.append(first, last // m + 1)[(order.position + 1) // m]
+  following, weights = _targets(document)
+  row.targets[span] = np.maximum(following, 0)[order.position]
+  row.weights[span] = np.where(order.is_copy, 0, weights[order.position])
+
+
+def _targets(document: Document) -> tuple[np.ndarray, np.ndarray]:
+  """[n] the token after each one, -1 none, and its weight."""
+  following = np.append(document.tokens[1:], document.next_token).astype(np.int32)
+  weights = (following >= 0).astype(np.float32)
+  if document.loss is not None:
+    weights[:-1] *= document.loss[1:]
+  return following, weights
+
+
+class _Segment(NamedTuple):
+  """One response with what comes before it, as decoder slots."""
+
+  slots: np.ndarray  # encoder slots that they start from
+  learned: np.ndarray  # bool: its target is a token of the response
+
+
+def _segments(
+  document: Document, start: int, order: _Order, turns: Turns, hits: Sequence[int], replay: Replay
+) -> list[_Segment]:
+  found = []
+  for (begin, end), hit in zip(turns, hits, strict=True):
+    position = np.arange(max(0, begin - replay.window), end)
+    slot = order.slot[position]
+    if hit and replay.short_input == "window":
+      slot = np.where(position < hit, order.slot[hit] - (hit - position), slot)
+    found.append(_Segment(start + slot, (position >= begin - 1) & (position < end - 1)))
+  return found
+
+
+def _with_decoder(row: Layout, segments: Sequence[_Segment], decoder_slots: int) -> Layout:
+  """The row with these decoder slots in place of one for every encoder slot."""
+  used = sum(len(segment.slots) for segment in segments)
+  if used > decoder_slots:
+    raise ValueError(f"the responses take {used} decoder slots, the row has {decoder_slots}.")
+  slots = np.full(decoder_slots, PADDING, np.int32)
+  segment_start = np.arange(1, decoder_slots + 1, dtype=np.int32)
+  targets, weights = np.zeros(decoder_slots, np.int32), np.zeros(decoder_slots, np.float32)
+  begin = 0
+  for segment in segments:
+    span = slice(begin, begin + len(segment.slots))
+    slots[span], segment_start[span] = segment.slots, begin
+    targets[span] = row.targets[segment.slots]
+    weights[span] = np.where(segment.learned, row.weights[segment.slots], 0)
+    begin = span.stop
+  at = lambda x_S: np.where(slots >= 0, x_S[np.maximum(slots, 0)], 0).astype(np.int32)
+  return row._replace(
+    decoder_slots=slots,
+    decoder_segment_start=segment_start,
+    decoder_entry_begin={m: at(x_S) for m, x_S in row.entry_begin.items()},
+    decoder_entry_end={m: at(x_S) for m, x_S in row.entry_end.items()},
+    targets=targets,
+    weights=weights,
+  )
+
+
+def _check_turns(
+  documents: Sequence[Document],
+  turns: Sequence[Turns],
+  cuts: Sequence[Sequence[int]],
+  ratios: Sequence[int],
+  replay: Replay,
+) -> None:
+  """Raises ValueError with a sentence for every turn and hit that no server could have met."""
+  if not len(documents) == len(turns) == len(cuts):
+    raise ValueError(
+      f"{len(documents)} documents need as many lists of turns and of cuts, got {len(turns)} and "
+      f"{len(cuts)}."
+    )
+  found = []
+  if replay.window % replay.hit_multiple or replay.window < max(ratios, default=1):
+    found.append(
+      f"replay.window is {replay.window}; it must be a multiple of hit_multiple "
+      f"({replay.hit_multiple}) and at least the largest of the ratios {tuple(ratios)}."
+    )
+  for number, (document, own, hits) in enumerate(zip(documents, turns, cuts, strict=True)):
+    if len(hits) != len(own):
+      found.append(f"document {number} has {len(own)} turns, but {len(hits)} hits.")
+      continue
+    after = 0
+    for turn, ((begin, end), hit) in enumerate(zip(own, hits, strict=True)):
+      name = f"document {number}, turn {turn}"
+      if not max(after, 1) <= begin < end <= len(document.tokens):
+        found.append(
+          f"{name}: the response spans tokens {begin} to {end - 1}; accepted are spans from "
+          f"{max(after, 1)} to {len(document.tokens) - 1}."
+        )
+      if hit != NO_HIT and (problem := _hit_problem(hit, after, begin, replay)):
+        found.append(f"{name}: a hit of {hit} tokens {problem}.")
+      after = end
+  if found:
+    raise ValueError("\n".join(found))
+
+
+def _hit_problem(hit: int, after: int, begin: int, replay: Replay) -> str | None:
+  if hit <= replay.window:
+    return f"is no longer than the window ({replay.window}), so nothing is replayed"
+  if hit < after:
+    return (
+      f"ends inside what the turn before has added (up to {after}); give the turn a row of its own"
+    )
+  if hit >= begin:
+    return f"leaves nothing to read before the response at {begin}"
+  if hit % replay.hit_multiple:
+    return f"is not a multiple of {replay.hit_multiple}, as the candidate pool needs"
+  return None
