@@ -81,8 +81,7 @@ def row(name: str, **changes) -> Layout:
   )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def variables():
+def random_variables(cfg, layout):
   """Away from where training starts, so that every term of every formula matters."""
   rng = np.random.default_rng(0)
   size = {"embed": 1.0, "scale": 0.5, "base": 0.3, "sink": 1.0, "bias": 0.1, "bias_vl": 0.1}
@@ -93,8 +92,13 @@ def variables():
       return np.float32(size[path[-1].key] * drawn)
     return np.float32(1 + 0.2 * drawn if leaf.ndim == 1 else 0.15 * drawn)
 
-  init = lambda key: nn.unbox(Model(POOL).init(key, row("cold start")))
+  init = lambda key: nn.unbox(Model(cfg).init(key, layout))
   return jax.tree_util.tree_map_with_path(values, jax.eval_shape(init, jax.random.key(0)))
+
+
+@pytest.fixture(scope="module")
+def variables():
+  return random_variables(POOL, row("cold start"))
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +158,7 @@ def test_a_server_that_loses_nothing_gives_something_else(without_pool, variable
         serve(NO_POOL, variables, HASHING, tokens, one.turns, one.hits)
         for tokens, one in zip(tokens_of(name), lucky, strict=True)
       ]
-      assert distance(without_pool[name], np.concatenate(found)) > 1e-3, name
+      assert distance(without_pool[name], np.concatenate(found)) > 10 * TOLERANCE, name
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +183,7 @@ DENSE = dataclasses.replace(
   kv_sources=(1, 2),
   index_sources=(1, 2),
   decoder_start=2,
+  remat="none",
   engram=dataclasses.replace(POOL.engram, layers=(), table_rows=()),
   indexer=dataclasses.replace(NO_POOL.indexer, top_k=S),
 )
@@ -194,11 +199,8 @@ def test_the_loss_reaches_every_earlier_token_through_the_global_entries():
   )  # fmt: skip
   nothing = {m: np.zeros_like(x) for m, x in layout.entry_end.items()}
   layout = layout._replace(entry_begin=nothing, entry_end=nothing)  # of encoder queries
-  no_entries = layout._replace(decoder_entry_end={m: x * 0 for m, x in nothing.items()})
-  init = jax.jit(
-    lambda key: nn.unbox(Model(DENSE).init(key, layout)), compiler_options=FAST_COMPILE
-  )
-  variables = init(jax.random.key(0))
+  no_entries = layout._replace(decoder_entry_end=layout.decoder_entry_begin)
+  variables = random_variables(DENSE, layout)
 
   @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
   @jax.grad

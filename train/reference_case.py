@@ -110,7 +110,7 @@ def _hashing(folder: pathlib.Path, cfg: ModelConfig) -> NgramHash | None:
   return NgramHash(cfg.engram, np.asarray(json.loads(path.read_text())["compressed_map"], np.int32))
 
 
-def _slots(length: int, ratios) -> int:
+def slots_for(length: int, ratios) -> int:
   """The next multiple of every ratio."""
   step = int(np.lcm.reduce(ratios)) if ratios else 1
   return -(-length // step) * step
@@ -118,7 +118,7 @@ def _slots(length: int, ratios) -> int:
 
 def _layout(cfg: ModelConfig, ids_BS, types_BS, hashing) -> Layout:
   """One document per row, padded to a multiple of every ratio."""
-  slots = _slots(ids_BS.shape[1], cfg.ratios)
+  slots = slots_for(ids_BS.shape[1], cfg.ratios)
   rows = []
   for row, ids_S in enumerate(ids_BS):
     modality = None if types_BS is None else types_BS[row]
@@ -190,7 +190,7 @@ def _cut(ours, case: Case) -> dict[str, np.ndarray]:
 
 def _without_padding(value: np.ndarray, shape, length: int, ratios) -> np.ndarray:
   """Cuts the axes that are longer than recorded by padding slots, or by the entries of these."""
-  slots = _slots(length, ratios)
+  slots = slots_for(length, ratios)
   padded = {(slots, length), *((slots // m, length // m) for m in ratios)}
   if value.ndim != len(shape) or any(
     ours != theirs and (ours, theirs) not in padded

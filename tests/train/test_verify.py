@@ -37,7 +37,11 @@ def copied(tmp_path):
 
 # Every case goes through it; one is enough for a quick look.
 @pytest.mark.parametrize(
-  "case", [BACKBONE[0], *(pytest.param(case, marks=pytest.mark.slow) for case in BACKBONE[1:])]
+  "case",
+  [
+    BACKBONE[0],
+    *(pytest.param(case, marks=pytest.mark.slow) for case in (*BACKBONE[1:], "decoder_replay")),
+  ],
 )
 def test_our_forward_with_rounded_entries_matches_the_reference_in_float32(case, tmp_path):
   output = tmp_path / "out.json"
@@ -56,9 +60,10 @@ def test_our_forward_with_rounded_entries_matches_the_reference_in_float32(case,
 def test_all_cases_match_by_default_with_and_without_rounding(tmp_path):
   assert run(REFERENCE, "--output", str(tmp_path / "out.json")) == Exit.DONE
   report = json.loads((tmp_path / "out.json").read_text())
-  assert set(report["cases"]) == {*BACKBONE, "quant_vectors", "quantized_model"}
+  others = {"decoder_replay", "quantized_model"}
+  assert set(report["cases"]) == {*BACKBONE, *others, "quant_vectors"}
   for numerics in ("fp32", "fp32_qat"):
-    assert set(report["numerics"][numerics]) == {*BACKBONE, "quantized_model"}
+    assert set(report["numerics"][numerics]) == {*BACKBONE, *others}
 
 
 def test_number_vectors_are_equal_byte_for_byte(tmp_path):
