@@ -1,11 +1,50 @@
 """Which prepared data a run reads, in which order, and when it gives up. Frozen."""
 
 import dataclasses
+from typing import Literal
 
 from data.errors import DataError
 from data.prepared import Prepared, load_prepared
 from deepseek_jax.config import Config
+from deepseek_jax.layout import Replay
 from deepseek_jax.storage_path import url_problem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayConfig(Config):
+  """Which rows see what a server's bounded replay makes of them (deepseek_jax/layout.py).
+
+  The report says that post-training simulates replay, neither how often nor where; all of this is
+  ours. Half of the steps, so that the model keeps to what it gives without replay.
+  """
+
+  share: float = 0.0  # of the steps; their rows have decoder_slots instead of data.slots
+  decoder_slots: int = 1024  # T of those rows
+  hit_share: float = 0.5  # of the rows of those steps; prefixes are found without their windows
+  border_share: float = 0.5  # of the hits; right after the response before, the others anywhere
+  max_hits: int = 4  # in a row, which has a window of slots more for each
+  hit_multiple: int = 8  # tokens; with a candidate pool whole blocks of it
+  short_input: Literal["window", "exact"] = "window"  # see layout.Replay
+
+  def of_rows(self, window: int) -> Replay:
+    """What the layout has to know, for a model with this window."""
+    return Replay(
+      window=window,
+      decoder_slots=self.decoder_slots,
+      hit_multiple=self.hit_multiple,
+      short_input=self.short_input,
+    )
+
+  def problems(self) -> list[str]:
+    """Every value that cannot be used, in plain sentences."""
+    found = []
+    for name in ("share", "hit_share", "border_share"):
+      if not 0 <= getattr(self, name) <= 1:
+        found.append(f"data.replay.{name} must lie in 0 ... 1, got {getattr(self, name)}.")
+    for name, least in (("decoder_slots", 1), ("max_hits", 0), ("hit_multiple", 1)):
+      if getattr(self, name) < least:
+        found.append(f"data.replay.{name} must be at least {least}, got {getattr(self, name)}.")
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +58,7 @@ class DataConfig(Config):
   reader_threads: int = 2  # per host
   prefetch_batches: int = 8  # batches that are built ahead, per host
   stall_seconds: float = 300.0  # longest wait for a batch
+  replay: ReplayConfig = ReplayConfig()
 
   def problems(self) -> list[str]:
     """Every reason for which no batch can be read, in plain sentences; reads the metadata."""
@@ -61,7 +101,7 @@ class DataConfig(Config):
       found.append(f"data.max_damaged_records must be 0 or more, got {self.max_damaged_records}.")
     if not self.stall_seconds > 0:
       found.append(f"data.stall_seconds must be positive, got {self.stall_seconds}.")
-    return found
+    return found + self.replay.problems()
 
   def _folder_problems(self, folders: list[Prepared]) -> list[str]:
     found = []

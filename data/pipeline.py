@@ -5,18 +5,22 @@ repeated stream (B = batch_rows), and host h of n takes every n-th of them from 
 the data is therefore one number, the next step.
 """
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from data.config import DataConfig
 from data.errors import DataError
 from data.prepared import Prepared, Split, load_prepared
+from data.replay import Place, RowLayouts, is_replayed
 from data.source import Row, RowSource
 from data.watchdog import next_within
 from deepseek_jax.config import EngramConfig
-from deepseek_jax.layout import Layout, build_layout, stack_layouts
+from deepseek_jax.layout import Layout, stack_layouts
 from deepseek_jax.ngram import NgramHash
 
 if TYPE_CHECKING:
@@ -28,6 +32,26 @@ ROWS_AT_MOST = 2**62  # Grain counts batches in floats, which overflow from its 
 class Batch(NamedTuple):
   layout: Layout  # this host's rows
   records: tuple[str, ...]  # SHARD:INDEX of each row, "" for an empty one
+
+  @property
+  def packing(self) -> dict[str, float]:
+    """Shares of this host's slots: "encoder_fill" hold tokens, of which "replay_copies" stand there
+    a second time; "decoder_fill" of the decoder slots are in use.
+    """
+    layout = self.layout
+    return {
+      "encoder_fill": float(np.mean(layout.document >= 0)),
+      "decoder_fill": float(np.mean(layout.decoder_slots >= 0)),
+      "replay_copies": float(np.mean(layout.is_copy)),
+    }
+
+
+class _Read(NamedTuple):
+  """A row, and what decides how it is laid out."""
+
+  row: Row
+  place: Place
+  replayed: bool
 
 
 class _Built(NamedTuple):
@@ -108,6 +132,7 @@ def open_pipeline(
   engram: EngramConfig | None,
   host: int = 0,
   hosts: int = 1,
+  window: int = 1,
 ) -> Pipeline:
   """Training batches of host `host` of `hosts`.
 
@@ -117,6 +142,7 @@ def open_pipeline(
     engram: the tables to hash rows for; None for none.
     host: which host this is, from 0.
     hosts: their number, a divisor of cfg.batch_rows.
+    window: slots of the model's window, for steps with replay.
 
   Raises: ValueError where cfg, hosts or engram do not fit the data, DataError for damaged files.
   """
@@ -127,11 +153,17 @@ def open_pipeline(
     prepared, "train", replace=True, max_damaged=cfg.max_damaged_records
   )
   streams = [
-    grain.MapDataset.source(open_rows(prepared)).shuffle(seed=cfg.shuffle_seed).repeat()
-    for prepared in folders
+    grain.MapDataset.source(open_rows(prepared))
+    .shuffle(seed=cfg.shuffle_seed)
+    .repeat()
+    .map_with_index(_locator(folder, prepared.train.rows))
+    for folder, prepared in enumerate(folders)
   ]
   weights = cfg.weights or (1.0,) * len(folders)
-  rows = grain.MapDataset.mix(streams, weights)
+  share = cfg.replay.share
+  rows = grain.MapDataset.mix(streams, weights).map_with_index(
+    lambda n, read: read._replace(replayed=is_replayed(n // cfg.batch_rows, share))
+  )
   identity = {
     "data": [prepared.fingerprint[:16] for prepared in folders],
     "weights": list(weights),
@@ -139,7 +171,10 @@ def open_pipeline(
     "batch_rows": cfg.batch_rows,
     "shuffle_seed": cfg.shuffle_seed,
   }
-  batches = _batches(rows, cfg, _row_builder(cfg, folders[0], ratios, engram), host, hosts)
+  if share:
+    identity["replay"] = dataclasses.asdict(cfg.replay) | {"window": window}
+  build = _row_builder(cfg, folders[0], ratios, engram, window)
+  batches = _batches(rows, cfg, build, host, hosts)
   return Pipeline(batches, cfg, identity)
 
 
@@ -150,8 +185,13 @@ def open_validation(
   engram: EngramConfig | None,
   host: int = 0,
   hosts: int = 1,
+  window: int = 1,
+  replayed: bool = False,
 ) -> ValidationPass:
-  """Validation batches of host `host` of `hosts`; arguments and errors as for open_pipeline."""
+  """Validation batches of host `host` of `hosts`, all exact or all replayed.
+
+  Other arguments and errors as for open_pipeline. Hits are those of epoch 0, in every pass.
+  """
   import grain
 
   folders = [prepared for prepared in _load(cfg, engram, hosts) if prepared.validation.rows]
@@ -166,7 +206,9 @@ def open_validation(
   if missing:
     parts.append(grain.MapDataset.source([Row("", [])] * missing))
   rows = grain.MapDataset.concatenate(parts)
-  batches = _batches(rows, cfg, _row_builder(cfg, folders[0], ratios, engram), host, hosts)
+  rows = rows.map_with_index(lambda n, row: _Read(row, Place(0, 0, n), replayed))
+  build = _row_builder(cfg, folders[0], ratios, engram, window)
+  batches = _batches(rows, cfg, build, host, hosts)
   return ValidationPass(batches, cfg)
 
 
@@ -233,13 +275,24 @@ def _load(cfg: DataConfig, engram: EngramConfig | None, hosts: int) -> list[Prep
   return folders
 
 
-def _row_builder(
-  cfg: DataConfig, prepared: Prepared, ratios: Sequence[int], engram: EngramConfig | None
-) -> Callable[[Row], _Built]:
-  hashing = NgramHash(engram, prepared.compressed_id()) if engram is not None else None
+def _locator(folder: int, rows: int) -> Callable[[int, Row], _Read]:
+  """Marks each row of an endless stream, whose epochs have `rows` rows."""
+  return lambda n, row: _Read(row, Place(folder, n // rows, row.number), replayed=False)
 
-  def build(row: Row) -> _Built:
-    layout = build_layout(row.documents, slots=cfg.slots, ratios=ratios, hashing=hashing)
+
+def _row_builder(
+  cfg: DataConfig,
+  prepared: Prepared,
+  ratios: Sequence[int],
+  engram: EngramConfig | None,
+  window: int,
+) -> Callable[[_Read], _Built]:
+  hashing = NgramHash(engram, prepared.compressed_id()) if engram is not None else None
+  layouts = RowLayouts(cfg, ratios, hashing, window)
+
+  def build(read: _Read) -> _Built:
+    row, place, replayed = read
+    layout = layouts.replayed(row, place) if replayed else layouts.exact(row)
     return _Built(Batch(layout, (row.record,)), row.damaged)
 
   return build
@@ -248,7 +301,7 @@ def _row_builder(
 def _batches(
   rows: "grain.MapDataset",
   cfg: DataConfig,
-  build: Callable[[Row], _Built],
+  build: Callable[[_Read], _Built],
   host: int,
   hosts: int,
 ) -> "grain.MapDataset":

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
+from data.conversation import Conversation
 from data.errors import DataError
 from data.local_copy import local_copies
 from data.prepared import Prepared
@@ -15,8 +16,9 @@ from deepseek_jax.layout import Document
 
 class Row(NamedTuple):
   record: str  # SHARD:INDEX of what was read, "" for an empty row
-  documents: list[Document]
+  documents: list[Document] | list[Conversation]
   damaged: tuple[str, ...] = ()  # SHARD:INDEX of records that could not be read on the way
+  number: int = 0  # of what was read, in its folder
 
 
 class RowSource:
@@ -55,7 +57,8 @@ class RowSource:
       except RuntimeError:  # how ArrayRecord reports a failed checksum
         damaged.append(self.name(number))
       else:
-        return Row(self.name(number), decode_row(record, self._dtype), tuple(damaged))
+        row = decode_row(record, self._dtype)
+        return Row(self.name(number), row, tuple(damaged), number)
       if not self._replace:
         break
     return Row("", [], tuple(damaged))

@@ -11,7 +11,7 @@ import numpy as np
 
 from deepseek_jax.layout import Document, Layout, Replay, build_layout, stack_layouts
 from deepseek_jax.model import Model, logits
-from train.reference_case import Case, slots_for
+from train.reference_case import Case, CaseError, slots_for
 
 _LOGITS = "tail_logits", "decode_logits", "exact_logits"
 
@@ -72,6 +72,8 @@ def _value(
   name: str, ours: dict[str, np.ndarray], tokens: int, decoder_slots: int, case: Case
 ) -> np.ndarray:
   start, window = case.cfg.decoder_start, case.cfg.attention.window
+  if start is None:
+    raise CaseError(f"{case.name} has traces of a decoder, but its model has none.")
   if name == "encoder.pre":
     return ours[f"layers.{start - 1}.hc_ffn.pre"]
   if name == f"layers.{start}.kv_in":
