@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from deepseek_jax.config import LayerSpec, ModelConfig
+from deepseek_jax.layout import Layout
 
 Mode = Literal["train", "prefill", "decode"]
 
@@ -130,6 +131,31 @@ def flops_per_token(cfg: ModelConfig, mode: Mode, context: int) -> float:
     + (1 - share) * 2 * kv_side
     + 2 * cfg.vocab * cfg.dim / context  # only the last token's logits
   )
+
+
+def layout_flops(cfg: ModelConfig, layout: Layout) -> float:
+  """Model FLOPs of a training step on these rows, counted as in `flops_per_token`.
+
+  Replay copies count, since they are computed; padding does not. Legend: B rows, S encoder slots,
+  T decoder slots.
+  """
+  split = cfg.num_layers if cfg.decoder_start is None else cfg.decoder_start
+  used_BS, used_BT = layout.document >= 0, layout.decoder_slots >= 0
+  of_slots = lambda start_BX, used_BX: (np.arange(start_BX.shape[1]) - start_BX + 1)[used_BX]
+  seen_BT = np.take_along_axis(layout.positions, np.maximum(layout.decoder_slots, 0), axis=1) + 1
+  schedule = cfg.schedule()
+  parts = (
+    (schedule[:split], layout.positions[used_BS] + 1, of_slots(layout.segment_start, used_BS)),
+    (schedule[split:], seen_BT[used_BT], of_slots(layout.decoder_segment_start, used_BT)),
+  )
+  total = sum(
+    len(seen) * _forward(cfg, specs, seen, in_segment=in_segment, backward=True)
+    for specs, seen, in_segment in parts
+    if len(seen)
+  )
+  kv_side = sum(layer_parameters(cfg, spec).kv_side for spec in schedule[split:])
+  total += 6.0 * kv_side * (used_BS.sum() - used_BT.sum())
+  return float(total + 6.0 * cfg.vocab * cfg.dim * used_BT.sum())
 
 
 def decode_flops_by_precision(cfg: ModelConfig, context: int) -> dict[str, float]:

@@ -39,6 +39,11 @@ class Model(nn.Module):
   @nn.compact
   def __call__(self, layout: Layout) -> ModelOutput:
     cfg, tap = self.cfg, self.tap
+    if cfg.decoder_start is None and layout.decoder_slots.shape != layout.tokens.shape:
+      raise ValueError(
+        f"the layout has {layout.decoder_slots.shape[1]} decoder slots for "
+        f"{layout.tokens.shape[1]} encoder slots, but decoder_start is None: there is no decoder."
+      )
     matrix, shape, axes = parameters.normal(cfg.init_std), (cfg.vocab, cfg.dim), ("vocab", "embed")
     embed_VD = parameters.declare(self, "embed", matrix, shape, axes)
     head_VD = parameters.declare(self, "head", matrix, shape, axes)

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from deepseek_jax import flops
 from deepseek_jax.config import IndexerConfig, ModelConfig, flash
+from deepseek_jax.layout import Document, Replay, build_layout, decoder_slots_of
 
 FLASH = flash()
 TWO_LAYERS = ModelConfig(
@@ -107,3 +109,52 @@ def test_peaks_are_per_device(kind, peak):
 @pytest.mark.parametrize("kind", ["cpu", "TPU v5 lite", "NVIDIA H200 MIG 1g.18gb"])
 def test_unknown_devices_have_no_peak(kind):
   assert flops.peak_flops(kind) is None
+
+
+def conversation(context, responses=4, context_share=0.9, window=128):
+  """A row of turns of equal length, each found again up to the response before it."""
+  turn = context // responses
+  answer = round(turn * (1 - context_share))
+  turns = [((n + 1) * turn - answer, (n + 1) * turn) for n in range(responses)]
+  hits = [max(n * turn, window + 1) for n in range(responses)]
+  document, ratios = Document(np.zeros(context, np.int32)), FLASH.ratios
+  exact = build_layout([document], slots=context, ratios=ratios)
+  replay = Replay(window=window, decoder_slots=decoder_slots_of(turns, window))
+  slots = context + responses * window
+  return exact, build_layout([document], [turns], [hits], slots=slots, ratios=ratios, replay=replay)
+
+
+def test_a_row_that_is_one_document_costs_what_its_tokens_do():
+  exact, _ = conversation(1024)
+  got = flops.layout_flops(FLASH, exact)
+  assert got == pytest.approx(1024 * flops.flops_per_token(FLASH, "train", 1024), rel=1e-12)
+
+
+@pytest.mark.parametrize(("context", "limit"), [(8192, 1.63), (65_536, 1.79)])
+def test_replay_saves_what_encoder_and_decoder_slots_say(context, limit):
+  """Halves of equal cost would give the limit; the output layer, which is saved too, adds to it."""
+  exact, replayed = conversation(context)
+  slots = lambda row: int((row.document >= 0).sum() + (row.decoder_slots >= 0).sum())
+  assert slots(exact) / slots(replayed) == pytest.approx(limit, abs=0.006)
+  ratio = flops.layout_flops(FLASH, exact) / flops.layout_flops(FLASH, replayed)
+  assert limit < ratio < limit + 0.05
+
+
+def test_a_replayed_row_is_the_sum_over_its_slots():
+  _, replayed = conversation(1200, responses=2)
+  attention, scan, total = 4 * 64 * 512, 2 * 32 * 128, 0.0
+  for spec in FLASH.schedule():
+    layer, decoder = flops.layer_parameters(FLASH, spec), spec.layer >= 20
+    total += 6 * layer.kv_side * (replayed.document >= 0).sum()
+    starts = replayed.decoder_segment_start if decoder else replayed.segment_start
+    for slot, start in enumerate(starts[0]):
+      own = replayed.decoder_slots[0, slot] if decoder else slot
+      if own < 0 or replayed.document[0, own] < 0:
+        continue
+      seen = replayed.positions[0, own] + 1
+      visible = seen // spec.ratio if spec.ratio else 0
+      total += 6 * (layer.matrices + layer.active_experts)
+      total += 3 * attention * (min(slot - start + 1, 128) + min(visible, 512))
+      total += scan * visible * (spec.kind in ("full", "reindex"))
+  total += 6 * FLASH.vocab * FLASH.dim * (replayed.decoder_slots >= 0).sum()
+  assert flops.layout_flops(FLASH, replayed) == pytest.approx(total, rel=1e-12)

@@ -215,3 +215,9 @@ def test_the_loss_reaches_every_earlier_token_through_the_global_entries():
   far = np.arange(end) < begin - W - 2 * (W - 1)
   assert far.sum() > 30
   assert not np.any(reached(no_entries)[far])
+
+
+def test_a_model_without_a_decoder_refuses_fewer_decoder_slots():
+  whole = dataclasses.replace(DENSE, decoder_start=None)
+  with pytest.raises(ValueError, match="96 decoder slots for 128 encoder slots, but decoder_start"):
+    jax.eval_shape(Model(whole).init, jax.random.key(0), row("cold start"))

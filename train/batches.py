@@ -13,8 +13,10 @@ from jax.sharding import Mesh
 
 from configs.schema import Settings
 from data.pipeline import Pipeline, ValidationPass, open_pipeline, open_validation
+from data.replay import Place, RowLayouts
+from data.source import Row
 from deepseek_jax.config import EngramConfig
-from deepseek_jax.layout import Layout, build_layout
+from deepseek_jax.layout import Layout
 from deepseek_jax.ngram import NgramHash
 from deepseek_jax.sharding import batch_sharding
 
@@ -57,33 +59,38 @@ def open_training(settings: Settings, group: RowGroup) -> Pipeline:
     engram=_engram(settings),
     host=group.index,
     hosts=group.count,
+    window=settings.model.attention.window,
   )
 
 
-def open_held_out(settings: Settings, group: RowGroup) -> ValidationPass:
-  """The validation batches of a group. Errors as open_validation has them."""
+def open_held_out(settings: Settings, group: RowGroup, *, replayed: bool = False) -> ValidationPass:
+  """The validation batches of a group, exact or replayed. Errors as open_validation has them."""
   return open_validation(
     settings.data,
     ratios=settings.model.ratios,
     engram=_engram(settings),
     host=group.index,
     hosts=group.count,
+    window=settings.model.attention.window,
+    replayed=replayed,
   )
 
 
-def empty_row(settings: Settings) -> Layout:
-  """A batch of one row of padding."""
-  engram = _engram(settings)
+def empty_row(settings: Settings, *, replayed: bool = False) -> Layout:
+  """A batch of one row of padding, in the shape of the steps with or without replay."""
+  engram, model = _engram(settings), settings.model
   hashing = None if engram is None else NgramHash(engram, np.zeros(0, np.int32))
-  return build_layout([], slots=settings.data.slots, ratios=settings.model.ratios, hashing=hashing)
+  layouts = RowLayouts(settings.data, model.ratios, hashing, model.attention.window)
+  row = Row("", [])
+  return layouts.replayed(row, Place(0, 0, 0)) if replayed else layouts.exact(row)
 
 
-def abstract_batch(settings: Settings, mesh: Mesh) -> Layout:
+def abstract_batch(settings: Settings, mesh: Mesh, *, replayed: bool = False) -> Layout:
   """Shapes and shardings of a whole batch."""
   rows, sharding = settings.data.batch_rows, batch_sharding(mesh)
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=sharding),
-    empty_row(settings),
+    empty_row(settings, replayed=replayed),
   )
 
 

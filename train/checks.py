@@ -10,6 +10,7 @@ from deepseek_jax.ngram import hash_primes
 from deepseek_jax.sharding import MESH_AXES, RULES, batch_pieces, mesh_problem
 from deepseek_jax.training_config import MeshConfig
 from train.keys import KEYS, flatten
+from train.replay_checks import replay_problems
 
 # Sizes and counts. Those of `data` are checked by DataConfig itself.
 AT_LEAST_ONE = (
@@ -77,6 +78,7 @@ def problems(
     *data,
     *_engram_problems(settings),
     *_row_problems(settings),
+    *replay_problems(settings),
     *(_tokenizer_problems(settings) if reads_data else ()),
     *_optim_problems(settings),
     *mesh_problems(settings, devices=devices, slices=slices),

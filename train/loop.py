@@ -74,7 +74,7 @@ def train(run: Run, state: TrainState, first_step: int) -> Exit:
       state, metrics = run.step(state, run.place(batch.layout))
 
     _write(run, in_flight, damaged)
-    in_flight = InFlight(step, metrics, batch.records, started, data_wait)
+    in_flight = InFlight(step, metrics, batch.records, started, data_wait, batch.packing)
     run.checkpoints.poll()
     found = not set(run.pipeline.damaged) <= set(damaged)
     stopping, found = run.flags.raised(run.stop.requested, found)

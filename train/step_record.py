@@ -23,6 +23,7 @@ class InFlight(NamedTuple):
   records: tuple[str, ...]  # of the rows that this process has read
   started: float  # monotonic seconds, at dispatch
   data_wait: float  # seconds
+  packing: dict[str, float]  # how full the rows are that this process has read
 
 
 class Counts(NamedTuple):
@@ -95,6 +96,7 @@ class StepRecord:
       "step_seconds": seconds,
       "data_wait_seconds": done.data_wait,
       "mfu": None if self._peak is None else rate * self._flops / self._peak,
+      **done.packing,
       **values,
       "skipped_steps": self.counts.skipped_steps,
       "damaged_records": len(self.counts.damaged),

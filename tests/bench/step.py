@@ -27,6 +27,7 @@ from deepseek_jax.ngram import NgramHash
 from deepseek_jax.sharding import make_mesh
 from tests.bench import measure, step_parts
 from train import settings as command_line
+from train.batches import abstract_batch
 from train.programs import Programs, build_programs
 
 _WARM_UP = 3  # steps before the clock starts
@@ -65,27 +66,32 @@ class Prepared(NamedTuple):
   settings: Settings
   mesh: Mesh
   programs: Programs
+  abstract_batch: Layout
   step: Any
   compile_seconds: float
 
 
-def prepare(settings: Settings) -> Prepared:
-  """Compiles the step for all devices."""
+def prepare(settings: Settings, *, replayed: bool = False) -> Prepared:
+  """Compiles the step for all devices, for rows with or without replay."""
   mesh = make_mesh(settings.mesh)
   with jax.set_mesh(mesh):
     programs = build_programs(settings, mesh)
+    batch = abstract_batch(settings, mesh, replayed=replayed)
     began = time.perf_counter()
-    step = programs.step.lower(programs.abstract_state, programs.abstract_batch).compile()
-  return Prepared(settings, mesh, programs, step, time.perf_counter() - began)
+    step = programs.step.lower(programs.abstract_state, batch).compile()
+  return Prepared(settings, mesh, programs, batch, step, time.perf_counter() - began)
 
 
-def run(prepared: Prepared, steps: int, profile: str | None) -> dict[str, Any]:
-  """Takes `steps` steps after a warm-up."""
-  settings, mesh, programs, step, _ = prepared
+def run(
+  prepared: Prepared, steps: int, profile: str | None, batches: list[Layout] | None = None
+) -> dict[str, Any]:
+  """Takes `steps` steps after a warm-up, on two batches in turn: random ones, or those given."""
+  settings, mesh, programs, shapes, step, _ = prepared
   with jax.set_mesh(mesh):
     state = programs.create()
-    shardings = jax.tree.map(lambda x: x.sharding, programs.abstract_batch)
-    batches = [jax.device_put(random_batch(settings, n), shardings) for n in range(2)]
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    batches = batches or [random_batch(settings, n) for n in range(2)]
+    batches = [jax.device_put(batch, shardings) for batch in batches]
     seconds, losses = [], []
     for number in range(_WARM_UP + steps):
       began = time.perf_counter()
@@ -131,11 +137,14 @@ def _record(prepared: Prepared, times: list[float]) -> dict[str, Any]:
 def random_batch(settings: Settings, seed: int) -> Layout:
   """Rows of one document each."""
   rng = np.random.default_rng(seed)
-  model, slots = settings.model, settings.data.slots
-  hashing = None
-  if model.engram.layers:
-    classes = np.arange(model.vocab, dtype=np.int32) % model.engram.compressed_vocab
-    hashing = NgramHash(model.engram, classes)
+  model, slots, hashing = settings.model, settings.data.slots, hashing_of(settings)
   document = lambda: Document(rng.integers(0, model.vocab, slots, np.int32))
   row = lambda: build_layout([document()], slots=slots, ratios=model.ratios, hashing=hashing)
   return stack_layouts([row() for _ in range(settings.data.batch_rows)])
+
+
+def hashing_of(settings: Settings) -> NgramHash | None:
+  """Engram's hash of a tokenizer that there is none of."""
+  engram = settings.model.engram
+  classes = np.arange(settings.model.vocab, dtype=np.int32) % max(engram.compressed_vocab, 1)
+  return NgramHash(engram, classes) if engram.layers else None

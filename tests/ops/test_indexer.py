@@ -119,6 +119,28 @@ def test_scores_are_returned_when_asked_for():
 
 
 @pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize(
+  "implementation",
+  ["reference", "xla", *(pytest.param(n, marks=pytest.mark.slow) for n in SELECTS[2:])],
+)
+def test_fewer_queries_than_entries_choose_what_they_choose_among_all(implementation):
+  """As decoder slots do, in any order and some of them twice."""
+  (q, keys, weights), seen = whole_numbers(1), visible(1)
+  slots = np.array([30, 31, 32, 33, 12, 13, 30, 31, 35])
+  of = lambda x_BQ: x_BQ[:, slots]
+  choice = Choice(top_k=3, publish_blocks=3, block_size=4)
+  got = run(
+    (of(q), keys, of(weights)),
+    Visible(seen.exists_BN, of(seen.begin_BQ), of(seen.end_BQ)),
+    choice,
+    implementation,
+  )
+  want = run((q, keys, weights), seen, choice)
+  np.testing.assert_array_equal(got.selection_BQK, of(want.selection_BQK))
+  np.testing.assert_array_equal(got.pool_BQW, of(want.pool_BQW))
+
+
+@pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("implementation", SELECTS)
 def test_a_published_pool_has_the_best_blocks_of_the_query_s_own_document(implementation):
   arrays, seen = whole_numbers(1), visible(1)

@@ -16,7 +16,8 @@ SETTINGS = Settings(max_skipped_steps=2)
 def in_flight(step, *, tokens=100, skipped=0, seconds=0.5):
   metrics = {"tokens": tokens, "loss": 2.5, "grad_norm": 1.0, "lr": 0.1, "skipped": skipped}
   metrics = {name: jnp.asarray(value) for name, value in metrics.items()}
-  return InFlight(step, metrics, (f"a:{step}", ""), time.monotonic() - seconds, 0.125)
+  packing = {"encoder_fill": 0.5}
+  return InFlight(step, metrics, (f"a:{step}", ""), time.monotonic() - seconds, 0.125, packing)
 
 
 def make(kind="cpu", counts=Counts(), devices=2):
