@@ -132,7 +132,7 @@ def open_pipeline(
   engram: EngramConfig | None,
   host: int = 0,
   hosts: int = 1,
-  window: int = 1,
+  window: int | None = None,
 ) -> Pipeline:
   """Training batches of host `host` of `hosts`.
 
@@ -142,7 +142,7 @@ def open_pipeline(
     engram: the tables to hash rows for; None for none.
     host: which host this is, from 0.
     hosts: their number, a divisor of cfg.batch_rows.
-    window: slots of the model's window, for steps with replay.
+    window: slots of the model's window; None makes every step exact, whatever cfg.replay says.
 
   Raises: ValueError where cfg, hosts or engram do not fit the data, DataError for damaged files.
   """
@@ -160,7 +160,7 @@ def open_pipeline(
     for folder, prepared in enumerate(folders)
   ]
   weights = cfg.weights or (1.0,) * len(folders)
-  share = cfg.replay.share
+  share = 0.0 if window is None else cfg.replay.share
   rows = grain.MapDataset.mix(streams, weights).map_with_index(
     lambda n, read: read._replace(replayed=is_replayed(n // cfg.batch_rows, share))
   )
@@ -185,7 +185,7 @@ def open_validation(
   engram: EngramConfig | None,
   host: int = 0,
   hosts: int = 1,
-  window: int = 1,
+  window: int | None = None,
   replayed: bool = False,
 ) -> ValidationPass:
   """Validation batches of host `host` of `hosts`, all exact or all replayed.
@@ -285,7 +285,7 @@ def _row_builder(
   prepared: Prepared,
   ratios: Sequence[int],
   engram: EngramConfig | None,
-  window: int,
+  window: int | None,
 ) -> Callable[[_Read], _Built]:
   hashing = NgramHash(engram, prepared.compressed_id()) if engram is not None else None
   layouts = RowLayouts(cfg, ratios, hashing, window)

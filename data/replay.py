@@ -35,13 +35,13 @@ class RowLayouts:
     cfg: of the data.
     ratios: compression ratios to lay entries out for.
     hashing: Engram's; None for none.
-    window: of the model; used with replay alone.
+    window: of the model; None where every row is exact.
   """
 
   cfg: DataConfig
   ratios: Sequence[int]
   hashing: NgramHash | None
-  window: int
+  window: int | None
 
   def exact(self, row: Row) -> Layout:
     """S = T = data.slots: every token goes through the decoder, with all windows."""
@@ -53,11 +53,13 @@ class RowLayouts:
 
     Raises: DataError for a row without turns, and for one whose responses take more than T.
     """
-    cfg = self.cfg.replay
+    cfg, window = self.cfg.replay, self.window
+    if window is None:
+      raise ValueError("window is None, but a row with replay is laid out for one.")
     if any(isinstance(one, Document) for one in row.documents):
       raise DataError(f"{row.record} holds no conversations, which data.replay.share is for.")
     turns = [one.turns for one in row.documents if isinstance(one, Conversation)]
-    need = sum(decoder_slots_of(own, self.window) for own in turns)
+    need = sum(decoder_slots_of(own, window) for own in turns)
     if need > cfg.decoder_slots:
       raise DataError(
         f"{row.record} needs {need} decoder slots, data.replay.decoder_slots is "
@@ -66,9 +68,9 @@ class RowLayouts:
     return self._build(
       [document_of(one) for one in row.documents],
       turns,
-      draw_hits(turns, cfg, self.window, place, self.cfg.shuffle_seed),
-      slots=self.cfg.slots + cfg.max_hits * self.window,
-      replay=cfg.of_rows(self.window),
+      draw_hits(turns, cfg, window, place, self.cfg.shuffle_seed),
+      slots=self.cfg.slots + cfg.max_hits * window,
+      replay=cfg.of_rows(window),
     )
 
   def _build(self, *arguments: Any, **options: Any) -> Layout:

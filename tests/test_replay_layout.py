@@ -229,6 +229,11 @@ def test_turns_and_hits_that_no_server_meets_are_refused(turns, cuts, options, s
     build_turns(documents((20,)), [turns], [cuts], **options)
 
 
+def test_a_hit_inside_an_earlier_response_is_fine_where_that_response_is_context():
+  row = build_turns(documents((20,)), [[(15, 18)]], [[9]])  # token 9 was of a response
+  assert row.is_copy.sum() == W
+
+
 def test_turns_need_replay_and_replay_needs_turns_and_all_problems_come_at_once():
   with pytest.raises(ValueError, match="belong together"):
     build_layout(documents((5,)), [[]], slots=8, ratios=())

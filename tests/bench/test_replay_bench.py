@@ -27,6 +27,7 @@ def test_both_sides_have_the_same_tokens_and_learn_the_same_ones():
 def test_both_runs_and_the_formula_are_recorded(tmp_path):
   path = tmp_path / "replay.json"
   words = ["replay", "--config", "configs/nano.py", "--responses", "2", "--steps", "1"]
+  words += ["--config.mesh.fsdp=8", "--config.data.batch_rows=8"]  # tests have eight devices
   assert main([*words, "--json", str(path)]) == 0
   document = json.loads(path.read_text())
   runs = document["runs"]

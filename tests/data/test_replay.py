@@ -240,6 +240,11 @@ def test_both_shapes_learn_the_same_tokens(config):
   assert learned[0] == learned[1] and all(learned[0])
 
 
+def test_without_a_window_every_step_is_exact(config):
+  pipeline = open_pipeline(config(share=1.0), ratios=(), engram=None)
+  assert not any(is_one_of_replay(next(pipeline)) for _ in range(3))
+
+
 def test_a_position_with_other_replay_is_refused(config):
   state = open_hosts(config(), 1)[0].state()
   with pytest.raises(DataError, match="saved position in the data was made with replay ="):
