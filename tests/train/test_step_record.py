@@ -41,6 +41,10 @@ def test_an_unknown_peak_leaves_mfu_empty_and_says_so_once():
   assert sentences == ["mfu stays empty: the peak rate of a cpu is not known."]
 
 
+def test_how_full_the_rows_were_is_on_the_line():
+  assert make()[0].read(in_flight(1), ())["encoder_fill"] == 0.5
+
+
 def test_a_step_lasts_from_the_end_of_the_one_before():
   record, _ = make()
   began = time.monotonic()
