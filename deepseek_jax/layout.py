@@ -123,9 +123,9 @@ def build_layout(
   """
   if bad := [m for m in ratios if slots % m]:
     raise ValueError(f"slots is {slots}, which is not a multiple of the ratios {bad}.")
+  if (turns is None) != (replay is None) or (turns is None and cuts is not None):
+    raise ValueError("turns and replay belong together, and cuts to both; give all or none.")
   hits = cuts or [[NO_HIT] * len(own) for own in turns or [()] * len(documents)]
-  if (turns is None) != (replay is None):
-    raise ValueError("turns and replay belong together; give both or none.")
   if turns is not None and replay is not None:
     _check_turns(documents, turns, hits, ratios, replay)
   row = _empty_row(slots, ratios, hashing)
@@ -141,14 +141,10 @@ def build_layout(
     if turns is not None and replay is not None:
       segments += _segments(document, start, order, turns[number], hits[number], replay)
     start += -(-(end - start) // align) * align
-  if replay is not None:
-    return stack_layouts([_with_decoder(row, segments, replay.decoder_slots)], axis_exists=False)
-  row = row._replace(
-    decoder_slots=np.where(row.document >= 0, np.arange(slots), PADDING).astype(np.int32),
-    decoder_segment_start=row.segment_start.copy(),
-    decoder_entry_begin={m: v.copy() for m, v in row.entry_begin.items()},
-    decoder_entry_end={m: v.copy() for m, v in row.entry_end.items()},
-  )
+  if replay is None:
+    row = _one_to_one(row)
+  else:
+    row = _with_decoder(row, segments, replay.decoder_slots)
   return stack_layouts([row], axis_exists=False)
 
 
@@ -245,6 +241,17 @@ def _targets(document: Document) -> tuple[np.ndarray, np.ndarray]:
   if document.loss is not None:
     weights[:-1] *= document.loss[1:]
   return following, weights
+
+
+def _one_to_one(row: Layout) -> Layout:
+  """The row with a decoder slot for every encoder slot."""
+  slot = np.arange(len(row.document))
+  return row._replace(
+    decoder_slots=np.where(row.document >= 0, slot, PADDING).astype(np.int32),
+    decoder_segment_start=row.segment_start.copy(),
+    decoder_entry_begin={m: v.copy() for m, v in row.entry_begin.items()},
+    decoder_entry_end={m: v.copy() for m, v in row.entry_end.items()},
+  )
 
 
 class _Segment(NamedTuple):

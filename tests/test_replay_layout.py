@@ -237,6 +237,8 @@ def test_a_hit_inside_an_earlier_response_is_fine_where_that_response_is_context
 def test_turns_need_replay_and_replay_needs_turns_and_all_problems_come_at_once():
   with pytest.raises(ValueError, match="belong together"):
     build_layout(documents((5,)), [[]], slots=8, ratios=())
+  with pytest.raises(ValueError, match="belong together, and cuts to both"):
+    build_layout(documents((5,)), None, [[3]], slots=8, ratios=())
   with pytest.raises(ValueError, match="2 documents need as many lists"):
     build_turns(documents((5, 5)), [[(2, 3)]])
   with pytest.raises(ValueError, match="turn 0: a hit of 3 .*\n.*turn 1: a hit of 19 "):

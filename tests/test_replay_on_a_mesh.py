@@ -14,7 +14,7 @@ from deepseek_jax.ngram import NgramHash
 from deepseek_jax.sharding import make_mesh, state_shardings
 from tests.test_model_on_a_mesh import MESHES, SETTINGS, in_slots, loss_and_gradients
 
-ROWS, S, T, W = 8, 96, 64, SETTINGS.model.attention.window
+ROWS, S, T, W = 8, 104, 64, SETTINGS.model.attention.window
 TURNS = [
   [(20, 26), (40, 45)],
   [(9, 12), (24, 29)],
