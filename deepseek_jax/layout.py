@@ -141,10 +141,7 @@ def build_layout(
     if turns is not None and replay is not None:
       segments += _segments(document, start, order, turns[number], hits[number], replay)
     start += -(-(end - start) // align) * align
-  if replay is None:
-    row = _one_to_one(row)
-  else:
-    row = _with_decoder(row, segments, replay.decoder_slots)
+  row = _one_to_one(row) if replay is None else _with_decoder(row, segments, replay.decoder_slots)
   return stack_layouts([row], axis_exists=False)
 
 
