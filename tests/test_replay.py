@@ -22,7 +22,18 @@ from tests.step_by_step import serve
 
 S, T = 128, 96
 EXACT = NumericsConfig(compute_dtype="float32", window_fp8=False)
-POOL = dataclasses.replace(ModelConfig.from_dict(nano.get_config().model.to_dict()), numerics=EXACT)
+NANO = ModelConfig.from_dict(nano.get_config().model.to_dict())
+# The second source of pairs comes late enough that a replayed token differs from its original there
+# also where it is the last one of its window.
+POOL = dataclasses.replace(
+  NANO,
+  compress_ratios=(0, 2, 2, 2, 1, 1),
+  kv_sources=(1, 3, 4),
+  index_sources=(1, 3, 4, 5),
+  decoder_start=4,
+  indexer=dataclasses.replace(NANO.indexer, pool_source=4),
+  numerics=EXACT,
+)
 NO_POOL = dataclasses.replace(POOL, indexer=dataclasses.replace(POOL.indexer, pool_source=None))
 HASHING = NgramHash(POOL.engram, np.arange(POOL.vocab, dtype=np.int32))
 W = POOL.attention.window  # 8

@@ -11,22 +11,23 @@ def replay_problems(settings: Settings) -> Iterator[str]:
   if not replay.share:
     return
   window, pool = model.attention.window, model.indexer
+  largest = max(model.ratios, default=1)
   if model.decoder_start is None:
     yield "data.replay.share is above 0, but model.decoder_start is none: there is no decoder."
   if replay.hit_multiple < 1:
     return  # reported by the data
   block = 1
-  if pool.pool_source is not None:
-    block = pool.pool_block_size * model.compress_ratios[pool.pool_source]
+  if pool.pool_source is not None and pool.pool_source < model.num_layers:
+    block = max(1, pool.pool_block_size * model.compress_ratios[pool.pool_source])
   if replay.hit_multiple % block:
     yield (
       f"data.replay.hit_multiple is {replay.hit_multiple}; with the candidate pool it must be a "
       f"multiple of the {block} tokens of a block."
     )
-  if window % replay.hit_multiple or window < max(model.ratios):
+  if window % replay.hit_multiple or window < largest:
     yield (
       f"model.attention.window is {window}; it must be a multiple of data.replay.hit_multiple "
-      f"({replay.hit_multiple}) and no less than any compression ratio ({max(model.ratios)})."
+      f"({replay.hit_multiple}) and no less than any compression ratio ({largest})."
     )
   slots = settings.data.slots + replay.max_hits * window
   if bad := [m for m in model.ratios if slots % (m * context)]:
