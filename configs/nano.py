@@ -32,6 +32,7 @@ def get_config() -> ml_collections.ConfigDict:
   model.engram.table_rows = tuple(sum(primes) for primes in hash_primes(2, 4, 101))
   c.data.update(slots=64, batch_rows=4)
   c.optim.update(matrices="adamw", peak_lr=3e-3, final_lr=3e-4, warmup_steps=2)
+  c.optim.update(decay_begin=None, decay_end=None)
   c.objective.vocab_chunk_tokens = 64
   c.checkpoint.update(every_steps=2, keep_last=2, keep_every=0)
   c.validation.update(every_steps=4, rows=4)

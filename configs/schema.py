@@ -5,7 +5,8 @@ data/config.py, each once; the unit of every key is in configs/base.py.
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from data.config import DataConfig
 from deepseek_jax.config import Config, ModelConfig
@@ -39,6 +40,15 @@ class ProfileConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage(Config):
+  """A part of a run, as what differs from the part before it (train/stages.py)."""
+
+  name: str
+  tokens: int  # of the run when it begins, padding included; it waits for the end of a step
+  changes: Mapping[str, Any]  # dotted key -> value from here on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Config):
   """Everything that decides what a training run computes."""
 
@@ -51,6 +61,7 @@ class Settings(Config):
   validation: ValidationConfig = ValidationConfig()
   log: LogConfig = LogConfig()
   profile: ProfileConfig = ProfileConfig()
+  stages: tuple[Stage, ...] = ()  # that follow the part which all other keys describe
   total_steps: int = 447_000  # 45 T tokens in steps of 100.6 M (report 4.2)
   accumulation: int = 1
   seed: int = 0

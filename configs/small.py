@@ -31,7 +31,7 @@ def get_config(variant: str = "one_gpu") -> ml_collections.ConfigDict:
   c.objective.vocab_chunk_tokens = 4096
   # Newton-Schulz of its matrices takes as many products as 16,384 tokens themselves do, so Muon
   # wants larger steps than one card's; not measured yet.
-  c.optim.matrices = "adamw"
+  c.optim.update(matrices="adamw", decay_begin=None, decay_end=None)
   c.data.update(slots=8192, batch_rows=2)
   c.total_steps = 50_000
   if variant == "two_gpus":

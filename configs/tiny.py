@@ -31,7 +31,7 @@ def get_config(variant: str = "full") -> ml_collections.ConfigDict:
   model.engram.update(compressed_vocab=1024)
   model.engram.table_rows = tuple(sum(primes) for primes in hash_primes(2, 4, 4001))
   c.data.update(paths=(".data/tiny",), slots=256, batch_rows=4)
-  c.optim.update(peak_lr=2e-2, final_lr=1e-3, warmup_steps=50)
+  c.optim.update(peak_lr=2e-2, final_lr=1e-3, warmup_steps=50, decay_begin=None, decay_end=None)
   c.objective.vocab_chunk_tokens = 1024
   c.checkpoint.update(every_steps=100, keep_last=2, keep_every=0)
   c.validation.update(every_steps=100, rows=64)

@@ -8,7 +8,7 @@ the data is therefore one number, the next step.
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from data.config import DataConfig
 from data.errors import DataError
@@ -108,6 +108,7 @@ def open_pipeline(
   engram: EngramConfig | None,
   host: int = 0,
   hosts: int = 1,
+  begin: Sequence[int] = (),
 ) -> Pipeline:
   """Training batches of host `host` of `hosts`.
 
@@ -117,6 +118,7 @@ def open_pipeline(
     engram: the tables to hash rows for; None for none.
     host: which host this is, from 0.
     hosts: their number, a divisor of cfg.batch_rows.
+    begin: rows of each folder that are left out, those of an earlier stage; empty: none.
 
   Raises: ValueError where cfg, hosts or engram do not fit the data, DataError for damaged files.
   """
@@ -126,11 +128,15 @@ def open_pipeline(
   open_rows = lambda prepared: RowSource(
     prepared, "train", replace=True, max_damaged=cfg.max_damaged_records
   )
+  begin = tuple(begin) or (0,) * len(folders)
   streams = [
-    grain.MapDataset.source(open_rows(prepared)).shuffle(seed=cfg.shuffle_seed).repeat()
-    for prepared in folders
+    grain.MapDataset.source(open_rows(prepared))
+    .shuffle(seed=cfg.shuffle_seed)
+    .repeat()
+    .slice(slice(first, ROWS_AT_MOST))
+    for prepared, first in zip(folders, begin, strict=True)
   ]
-  weights = cfg.weights or (1.0,) * len(folders)
+  weights = _weights(cfg)
   rows = grain.MapDataset.mix(streams, weights)
   identity = {
     "data": [prepared.fingerprint[:16] for prepared in folders],
@@ -138,6 +144,7 @@ def open_pipeline(
     "slots": cfg.slots,
     "batch_rows": cfg.batch_rows,
     "shuffle_seed": cfg.shuffle_seed,
+    "begin": list(begin),
   }
   batches = _batches(rows, cfg, _row_builder(cfg, folders[0], ratios, engram), host, hosts)
   return Pipeline(batches, cfg, identity)
@@ -168,6 +175,24 @@ def open_validation(
   rows = grain.MapDataset.concatenate(parts)
   batches = _batches(rows, cfg, _row_builder(cfg, folders[0], ratios, engram), host, hosts)
   return ValidationPass(batches, cfg)
+
+
+def rows_of_folders(cfg: DataConfig, rows: int) -> tuple[int, ...]:
+  """How many of the first `rows` rows come from each folder."""
+  import grain
+
+  numbered = [
+    grain.MapDataset.range(ROWS_AT_MOST).map(lambda row, folder=folder: (folder, row))
+    for folder in range(len(cfg.paths))
+  ]
+  mixed = grain.MapDataset.mix(numbered, _weights(cfg))
+  found = dict.fromkeys(range(len(cfg.paths)), 0)
+  for place in range(rows - 1, -1, -1):  # back to the last row of every folder
+    folder, row = cast(tuple[int, int], mixed[place])
+    found[folder] = found[folder] or row + 1
+    if all(found.values()):
+      break
+  return tuple(found.values())
 
 
 def validation_split(cfg: DataConfig) -> Split:
@@ -216,6 +241,10 @@ class _Reader:
     import grain
 
     grain.experimental.set_next_index(self._iterator, step)
+
+
+def _weights(cfg: DataConfig) -> tuple[float, ...]:
+  return cfg.weights or (1.0,) * len(cfg.paths)
 
 
 def _load(cfg: DataConfig, engram: EngramConfig | None, hosts: int) -> list[Prepared]:

@@ -5,7 +5,7 @@ Letters in trailing comments are the ones that array names use everywhere else.
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 Kind = Literal["swa", "full", "reindex", "reuse"]
 
@@ -25,13 +25,18 @@ class Config:
     if unknown := sorted(set(values) - set(fields)):
       raise ValueError(f"{cls.__name__}: unknown key {unknown}, known are {sorted(fields)}")
 
-    def build(name: str, value: Any) -> Any:
-      kind = fields[name].type
-      if isinstance(value, Mapping) and isinstance(kind, type) and issubclass(kind, Config):
-        return kind.from_dict(value)
-      return tuple(value) if isinstance(value, list) else value
+    return cls(**{name: _built(fields[name].type, value) for name, value in values.items()})
 
-    return cls(**{name: build(name, value) for name, value in values.items()})
+
+def _built(kind: Any, value: Any) -> Any:
+  """A value of a section's field, without JSON's lists."""
+  if isinstance(value, Mapping):
+    if isinstance(kind, type) and issubclass(kind, Config):
+      return kind.from_dict(value)
+    return {name: _built(None, inner) for name, inner in value.items()}
+  if isinstance(value, list | tuple):
+    return tuple(_built(next(iter(get_args(kind)), None), inner) for inner in value)
+  return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,6 +232,13 @@ class ModelConfig(Config):
       else:
         plan.append(group)
     return tuple(plan)
+
+  def tree(self) -> tuple:
+    """What decides which parameters there are, and in which groups they are stacked."""
+    sizes = dataclasses.replace(
+      self, indexer=dataclasses.replace(self.indexer, pool_source=None), numerics=NumericsConfig()
+    )
+    return sizes, [(group.name, [spec.kind for spec in group.layers]) for group in self.scan_plan()]
 
   def _repeats(self, last: LayerGroup, group: LayerGroup) -> bool:
     """Whether a group is one more of its predecessor; entries do not leave a repeated group."""

@@ -9,7 +9,8 @@ from deepseek_jax.config import Config
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(Config):
   balance_weight: float = 1e-4  # sequence balance loss (report 4.2)
-  indexer: Literal["off", "sparse"] = "sparse"  # KL of the indexer on its own selection, or none
+  # KL of the indexer on its own selection, on all entries that it may choose from, or none.
+  indexer: Literal["off", "dense", "sparse"] = "sparse"
   indexer_weight: float = 1.0  # undisclosed by the report; ours
   vocab_chunk_tokens: int = 1024  # tokens whose logits exist at a time
 
@@ -23,7 +24,9 @@ class OptimConfig(Config):
   matrices: Literal["muon", "adamw"] = "muon"
   peak_lr: float = 2.6e-4
   warmup_steps: int = 2000
-  final_lr: float = 2.6e-5  # at total_steps, by a cosine from the end of warm-up
+  final_lr: float = 2.6e-5  # from decay_end on, by a cosine from decay_begin
+  decay_begin: int | None = 28_000_000_000_000  # tokens; None: the end of the warm-up
+  decay_end: int | None = 40_000_000_000_000  # tokens; None: the end of the run
   table_lr: float = 5.0  # of Engram tables, over the rest
   momentum: float = 0.95  # Nesterov's, of Muon and of Sinkhorn-balanced momentum
   update_rms: float = 0.18  # of what these two move a matrix or a row by, before the learning rate
@@ -35,6 +38,7 @@ class OptimConfig(Config):
   weight_decay: float = 0.1
   clip_norm: float = 1.0  # of the global gradient; ours, the report states none
   bias_speed: float = 0.001  # router bias, per step (report 4.2)
+  frozen: tuple[str, ...] = ()  # roles or parts of parameters that do not train (optim/frozen.py)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from deepseek_jax.layout import TEXT, Document, build_layout, real_slots, stack_
 from deepseek_jax.objective.denominators import count
 from deepseek_jax.objective.pretrain import make_loss_fn
 from deepseek_jax.optim.optimizer import make_optimizer, update_count
-from deepseek_jax.optim.schedule import learning_rate
+from deepseek_jax.optim.schedule import Span, learning_rate
 from deepseek_jax.step import init_state, make_train_step
 from deepseek_jax.training_config import ObjectiveConfig, OptimConfig
 from deepseek_jax.types import LayerAux, ModelOutput
@@ -20,8 +20,9 @@ CFG = ModelConfig(
   compress_ratios=(2, 1, 1), kv_sources=(0, 1), index_sources=(0, 1, 2), decoder_start=1
 )
 OBJECTIVE = ObjectiveConfig(balance_weight=0.25, indexer_weight=0.5, vocab_chunk_tokens=7)
-OPTIM = OptimConfig(peak_lr=0.05, warmup_steps=2, final_lr=0.005)
+OPTIM = OptimConfig(peak_lr=0.05, warmup_steps=2, final_lr=0.005, decay_begin=None, decay_end=None)
 TOTAL_STEPS = 20
+SPANS = [Span(TOTAL_STEPS, 8 * 16)]
 OVERFLOW, NO_GRADIENT = 9, 10  # token ids that make the loss, or only its gradient, not finite
 
 
@@ -72,12 +73,12 @@ def new_state(optimizer):
 
 
 def make(micro_batches=1, bias_speed=0.001, **options):
-  optimizer = make_optimizer(OPTIM, TOTAL_STEPS, CFG.engram)
+  optimizer = make_optimizer(OPTIM, SPANS, CFG.engram)
   step = make_train_step(
     make_loss_fn(linear_model, OBJECTIVE, "float32"),
     lambda layout: count(layout, CFG),
     optimizer,
-    learning_rate(OPTIM, TOTAL_STEPS),
+    learning_rate(OPTIM, SPANS),
     bias_speed=bias_speed,
     micro_batches=micro_batches,
     **options,

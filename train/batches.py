@@ -4,7 +4,7 @@ Legend: B rows of a step over all processes, R rows that a process reads.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,14 +49,15 @@ def row_group(settings: Settings, mesh: Mesh) -> RowGroup:
   return RowGroup(groups.index(own), len(groups), np.asarray(own))
 
 
-def open_training(settings: Settings, group: RowGroup) -> Pipeline:
-  """The training batches of a group. Errors as open_pipeline has them."""
+def open_training(settings: Settings, group: RowGroup, begin: Sequence[int] = ()) -> Pipeline:
+  """The training batches of a group; `begin` and errors as open_pipeline has them."""
   return open_pipeline(
     settings.data,
     ratios=settings.model.ratios,
     engram=_engram(settings),
     host=group.index,
     hosts=group.count,
+    begin=begin,
   )
 
 

@@ -7,8 +7,12 @@ from configs.schema import Settings
 from data.errors import DataError
 from data.prepared import Prepared, load_prepared
 from deepseek_jax.ngram import hash_primes
+from deepseek_jax.optim import frozen, parts
+from deepseek_jax.optim.schedule import learning_rate
 from deepseek_jax.sharding import MESH_AXES, RULES, batch_pieces, mesh_problem
 from deepseek_jax.training_config import MeshConfig
+from train import stages
+from train.errors import hint
 from train.keys import KEYS, flatten
 
 # Sizes and counts. Those of `data` are checked by DataConfig itself.
@@ -60,7 +64,7 @@ _CHANGED_FIRST = ("fsdp", "replica", "expert", "context", "tensor")
 def problems(
   settings: Settings, *, devices: int, slices: int = 1, reads_data: bool = True
 ) -> list[str]:
-  """Every reason for which the run cannot start, in plain sentences.
+  """Every reason for which the run cannot start, in plain sentences; those of a stage name it.
 
   Args:
     settings: of the run.
@@ -68,6 +72,22 @@ def problems(
     slices: how many TPU slices these are (sharding.slice_count).
     reads_data: False for what needs no prepared folders.
   """
+  (_, first), *others = stages.layered(settings)
+  found = _stage_problems(first, devices, slices, reads_data)
+  known = set(found)
+  for name, stage in others:
+    new = [
+      said for said in _stage_problems(stage, devices, slices, reads_data) if said not in known
+    ]
+    if stage.model.tree() != first.model.tree():
+      new.append("its changes to model.* would give the model other parameters.")
+    known |= set(new)
+    found += [f"Stage {name}: {said}" for said in new]
+  return found or [*stages.order_problems(settings), *_schedule_problems(settings)]
+
+
+def _stage_problems(settings: Settings, devices: int, slices: int, reads_data: bool) -> list[str]:
+  """Those of a run that has no other stage."""
   bounds = list(_bounds(flatten(dataclasses.asdict(settings))))
   data = settings.data.problems() if reads_data else settings.data.value_problems()
   if bounds:  # ratios of sizes mean nothing where a size is zero
@@ -167,8 +187,21 @@ def _optim_problems(settings: Settings) -> Iterator[str]:
       f"optim.warmup_steps ({optim.warmup_steps}) must be below total_steps "
       f"({settings.total_steps})."
     )
+  for name in optim.frozen:
+    if name not in frozen.names():
+      near = hint(name, frozen.names(), ", ".join(parts.PARTS))
+      yield f"optim.frozen names {name!r}, which is no role or part of parameters; {near}."
   if optim.final_lr > optim.peak_lr:
     yield f"optim.final_lr ({optim.final_lr}) must not exceed optim.peak_lr ({optim.peak_lr})."
+
+
+def _schedule_problems(settings: Settings) -> list[str]:
+  """What keeps the learning rate from its way through the stages of a run."""
+  try:
+    learning_rate(settings.optim, stages.spans(settings))
+  except ValueError as error:
+    return [str(error)]
+  return []
 
 
 def mesh_problems(settings: Settings, *, devices: int, slices: int) -> Iterator[str]:

@@ -4,7 +4,6 @@ Legend: B rows, T decoder slots.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 
 from configs.schema import Settings
 from data.bigram import count_bigrams
-from data.pipeline import Batch, open_pipeline, open_validation, validation_split
+from data.pipeline import Batch, open_validation, validation_split
 from deepseek_jax.layout import Layout
 from deepseek_jax.step import TrainState
 from deepseek_jax.storage_path import StoragePath
@@ -34,6 +33,7 @@ class Validation:
     place: puts the rows of a layout that this process has read onto the devices.
     group: which rows this process reads.
     report: takes one sentence about something the user should know.
+    trained_on: gives the batches of the whole run, of all hosts.
 
   Every process makes the same calls.
 
@@ -47,9 +47,10 @@ class Validation:
     place: Callable[[Layout], Layout],
     group: RowGroup,
     report: Callable[[str], None],
+    trained_on: Callable[[], Iterable[Batch]],
   ) -> None:
     self._settings, self._evaluate, self._place = settings, evaluate, place
-    self._group, self._report = group, report
+    self._group, self._report, self._trained_on = group, report, trained_on
     self._split = validation_split(settings.data)
     self._rows = min(settings.validation.rows, self._split.rows)
     self._batches = open_held_out(settings, group)
@@ -80,8 +81,8 @@ class Validation:
       )
     return {MODEL: self._split.bits_per_byte(nats / max(targets, 1))}
 
-  def baseline(self, steps: int, tokens: int) -> dict[str, float]:
-    """Bits per byte, on the same rows, of the bigram counted on the batches of the first steps.
+  def baseline(self, tokens: int) -> dict[str, float]:
+    """Bits per byte, on the same rows, of the bigram counted on the batches of the run.
 
     Batches whose step was skipped are counted too, which makes the bigram a little stronger. Empty
     for a run of more than BASELINE_TOKENS_AT_MOST tokens.
@@ -92,8 +93,7 @@ class Validation:
       )
       return {}
     data = self._settings.data
-    trained_on = islice(open_pipeline(data, ratios=(), engram=None), steps)
-    bigram = count_bigrams(trained_on, self._settings.model.vocab)
+    bigram = count_bigrams(self._trained_on(), self._settings.model.vocab)
     held_out = open_validation(data, ratios=(), engram=None)
     nats, targets = bigram.nats(first_rows(held_out, self._rows))
     return {BASELINE: self._split.bits_per_byte(nats / max(targets, 1))}

@@ -36,6 +36,7 @@ class Run:
   """What the loop works with."""
 
   settings: Settings
+  last_step: int  # of the stage; the run goes on until settings.total_steps
   step: Callable[[TrainState, Layout], tuple[TrainState, dict[str, jax.Array]]]  # compiled
   place: Callable[[Layout], Layout]
   pipeline: Pipeline
@@ -49,20 +50,20 @@ class Run:
 
 
 def train(run: Run, state: TrainState, first_step: int) -> Exit:
-  """Takes the steps first_step ... total_steps and saves the last one.
+  """Takes the steps first_step ... last_step and saves the last one.
 
   Args:
     run: what to work with; its pipeline stands at first_step.
     state: after step first_step - 1; consumed.
     first_step: steps count from 1.
 
-  Returns: Exit.DONE, or Exit.PREEMPTED after a request to stop.
+  Returns: Exit.DONE, or Exit.PREEMPTED after a request to stop before the run's last step.
   Raises: DataError, NotFinite, CheckpointError; the lines of the steps before are written.
   """
-  total = run.settings.total_steps
+  last, stopping = run.last_step, False
   in_flight: InFlight | None = None
   damaged: tuple[str, ...] = ()  # records, of all processes
-  for step in range(first_step, total + 1):
+  for step in range(first_step, last + 1):
     run.profile.before(step)
     try:
       batch, data_wait = _next_batch(run)
@@ -86,12 +87,12 @@ def train(run: Run, state: TrainState, first_step: int) -> Exit:
       in_flight = None
       if run.profile.ends_with(step):
         run.profile.close()
-      if step == total or stopping or step % run.settings.checkpoint.every_steps == 0:
+      if step == last or stopping or step % run.settings.checkpoint.every_steps == 0:
         _save(run, step, state)
-    if stopping and step < total:
+    if stopping:
       break
   _finish_saving(run, step)
-  return Exit.DONE if step == total else Exit.PREEMPTED
+  return Exit.PREEMPTED if stopping and step < run.settings.total_steps else Exit.DONE
 
 
 def state_items(state: TrainState) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def _next_batch(run: Run) -> tuple[Batch, float]:
 def _is_boundary(run: Run, step: int, stopping: bool) -> bool:
   return (
     stopping
-    or step == run.settings.total_steps
+    or step == run.last_step
     or step % run.settings.checkpoint.every_steps == 0
     or _validates(run, step)
     or run.profile.ends_with(step)
@@ -135,7 +136,7 @@ def _write(
   if state is not None and run.validation is not None and _validates(run, done.step):
     values |= run.validation.measure(state)
     if done.step == run.settings.total_steps:
-      values |= run.validation.baseline(done.step, run.record.counts.tokens)
+      values |= run.validation.baseline(run.record.counts.tokens)
   run.writer.write(done.step, values)
   run.record.check()
 

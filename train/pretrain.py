@@ -10,36 +10,33 @@ What a start begins from, the first of these that is there:
 import contextlib
 import errno
 import secrets
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from configs.schema import Settings
 from data.errors import DataError
-from data.pipeline import Pipeline
 from deepseek_jax.checkpoint import CheckpointError, Checkpoints
 from deepseek_jax.flops import activated_parameters, parameters
 from deepseek_jax.sharding import make_mesh, slice_count
-from deepseek_jax.step import TrainState
-from train import processes
+from train import processes, stages
 from train import settings as command_line
-from train.batches import RowGroup, open_training, placer, row_group
+from train.batches import placer
+from train.begin import Begun, begin, compile_programs
 from train.errors import Exit, UsageError
-from train.evaluate_loss import Validation, comparison
-from train.loop import Run, state_items, train
+from train.evaluate_loss import comparison
+from train.loop import Run, train
 from train.metrics import MetricsWriter
 from train.optimizer_table import optimizer_table
 from train.processes import Flags, NoMetrics, leave, say, signed, warn
 from train.profile_window import ProfileWindow
-from train.programs import Programs, build_programs
 from train.run_folder import RunFolder, open_run_folder
 from train.settings import CommandLine
 from train.signals import StopSignal
-from train.step_record import Counts, NotFinite, StepRecord
+from train.stage_table import stage_table
+from train.stages import RunStage
+from train.step_record import NotFinite, StepRecord
 
 # Of storage, what a user must change before another start can succeed.
 LASTING = (
@@ -80,11 +77,11 @@ def join_and_find_devices() -> Sequence:
 
 
 def pretrain(command: CommandLine, devices: Sequence) -> Exit:
-  """Trains on the given devices, to the end or to a request to stop.
+  """Trains on the given devices, stage after stage, to the end or to a request to stop.
 
   Raises: UsageError before anything is compiled; CheckpointError, NotFinite, DataError later.
   """
-  settings = command.settings
+  settings, plan = command.settings, stages.resolve(command.settings)
   with contextlib.ExitStack() as stack:
     with starting(command.workdir):
       folder = open_run_folder(
@@ -94,49 +91,55 @@ def pretrain(command: CommandLine, devices: Sequence) -> Exit:
     check_shared(folder)
     keep_compiled(folder)
     stop = stack.enter_context(StopSignal(warn))
-    mesh = make_mesh(settings.mesh, devices)
-    stack.enter_context(jax.set_mesh(mesh))
     with starting(command.workdir):
       checkpoints = stack.enter_context(open_checkpoints(folder, settings))
-      group, pipeline = open_data(settings, mesh)
-      programs = build_programs(settings, mesh)
-      validation = open_validation(settings, programs, mesh, group)
-
     with starting(command.workdir):
-      step, state, counts = restore(checkpoints, programs, pipeline) or (0, None, Counts())
-    with starting(command.workdir):
-      folder.remember(settings, say)
+      step = newest_step(checkpoints)
     if step >= settings.total_steps:
+      with starting(command.workdir):
+        folder.remember(settings, say)
       say(f"The run in {folder.path} is done.")
       if processes.first():
         say("\n".join(comparison(folder.path)))
       return Exit.DONE
-    say(describe(settings, mesh))
-    if state is None:  # a start that continues has said it before
-      say(optimizer_table(programs.abstract_state.params, settings))
-    say(f"Continuing after step {step:,}." if state else "Starting from random weights.")
 
-    compiled, state = compile_programs(programs, state)
     profile = ProfileWindow(settings.profile, folder.profiles, say)
     stack.callback(profile.close)
-    with starting(command.workdir):
-      writer = stack.enter_context(open_metrics(folder, settings, step))
-    record = StepRecord(settings, counts, list(devices), writer.say)
-    run = Run(
-      settings=settings,
-      step=compiled,
-      place=placer(mesh, group),
-      pipeline=pipeline,
-      validation=validation,
-      checkpoints=checkpoints,
-      record=record,
-      writer=writer,
-      profile=profile,
-      stop=stop,
-      flags=Flags(mesh),
-    )
-    ending = train(run, state, step + 1)
-    if ending is Exit.DONE and processes.first():
+    writer, ending = None, Exit.DONE
+    for stage in plan[plan.index(stages.stage_of(plan, step + 1)) :]:
+      with jax.set_mesh(mesh := make_mesh(stage.settings.mesh, devices)):
+        with starting(command.workdir):
+          begun = begin(plan, stage, mesh, checkpoints, step)
+        if writer is None:
+          with starting(command.workdir):
+            folder.remember(settings, say)
+          say(describe(settings, mesh))
+          say(stage_table(plan))
+        announce(plan, stage, begun, step)
+        compiled, state = compile_programs(begun.programs, begun.state)
+        if writer is None:
+          with starting(command.workdir):
+            writer = stack.enter_context(open_metrics(folder, settings, step))
+        run = Run(
+          settings=stage.settings,
+          last_step=stage.last_step,
+          step=compiled,
+          place=placer(mesh, begun.group),
+          pipeline=begun.pipeline,
+          validation=begun.validation,
+          checkpoints=checkpoints,
+          record=StepRecord(stage.settings, begun.counts, list(devices), writer.say),
+          writer=writer,
+          profile=profile,
+          stop=stop,
+          flags=Flags(mesh),
+        )
+        del begun  # with the state, which the first step consumes
+        ending = train(run, state, step + 1)
+      if ending is not Exit.DONE:
+        return ending
+      step = stage.last_step
+    if writer is not None and processes.first():
       writer.say("\n".join(comparison(folder.path)))
     return ending
 
@@ -199,72 +202,23 @@ def open_checkpoints(
   return contextlib.closing(checkpoints)
 
 
-def open_data(settings: Settings, mesh: Mesh) -> tuple[RowGroup, Pipeline]:
-  """Which rows this process reads, and the batches that hold them.
-
-  Raises: UsageError where data, configuration and processes do not fit.
-  """
+def newest_step(checkpoints: Checkpoints) -> int:
+  """The last step whose checkpoint is good; 0 for none. Raises UsageError if all are damaged."""
   try:
-    group = row_group(settings, mesh)
-    return group, open_training(settings, group)
-  except ValueError as error:
-    raise UsageError(str(error).splitlines()) from error
-
-
-def open_validation(
-  settings: Settings, programs: Programs, mesh: Mesh, group: RowGroup
-) -> Validation | None:
-  """None where the configuration wants no validation. Raises UsageError as `open_data` does."""
-  if not settings.validation.every_steps:
-    return None
-  try:
-    return Validation(settings, programs.evaluate, placer(mesh, group), group, say)
-  except ValueError as error:
-    problem = f"{error} Set validation.every_steps to 0 to do without."
-    raise UsageError([problem]) from error
-
-
-def restore(
-  checkpoints: Checkpoints, programs: Programs, pipeline: Pipeline
-) -> tuple[int, TrainState, Counts] | None:
-  """Steps taken, state and counts of the newest good checkpoint; the pipeline goes to its place.
-
-  Returns: None if there is no checkpoint yet.
-  Raises: UsageError if a checkpoint does not fit the configuration or the data.
-  """
-  abstract = programs.abstract_state
-  try:
-    restored = checkpoints.restore(state_items(abstract))
-    if restored is None:
-      return None
-    pipeline.restore(restored.data)
-  except (CheckpointError, DataError) as error:
+    return checkpoints.newest_good() or 0
+  except CheckpointError as error:
     raise UsageError([str(error)]) from error
-  counts = Counts.from_json(restored.meta)
-  counter = lambda value: jax.device_put(np.int32(value), abstract.step.sharding)
-  state = TrainState(
-    step=counter(restored.step),
-    params=restored.items["params"],
-    balance=restored.items["router"],
-    opt_state=restored.items["optimizer"],
-    skipped=counter(len(counts.skipped_batches)),
-  )
-  return restored.step, state, counts
 
 
-def compile_programs(programs: Programs, state: TrainState | None) -> tuple[Callable, TrainState]:
-  """The step, compiled ahead of its first call so that no metric contains it, and a state.
-
-  Where none is given, one is made while the step compiles: initial random numbers take as long.
-  """
-  began = time.monotonic()
-  step = programs.step.lower(programs.abstract_state, programs.abstract_batch)
-  with ThreadPoolExecutor(max_workers=1) as other:
-    compiling = other.submit(step.compile)
-    started = state if state is not None else programs.create.lower().compile()()
-    compiled = compiling.result()
-  say(f"Compiled in {time.monotonic() - began:.1f} s.")
-  return compiled, started
+def announce(plan: Sequence[RunStage], stage: RunStage, begun: Begun, step: int) -> None:
+  """What begins, and how the optimizer treats each parameter, where nobody has said it before."""
+  before = plan[plan.index(stage) - 1] if stage is not plan[0] else None
+  begins = step + 1 == stage.first_step
+  if begins and (before is None or before.settings.optim != stage.settings.optim):
+    say(optimizer_table(begun.programs.abstract_state.params, stage.settings))
+  if before is not None:
+    say(f"Stage {stage.name}, steps {stage.first_step:,} to {stage.last_step:,}.")
+  say(f"Continuing after step {step:,}." if step else "Starting from random weights.")
 
 
 def keep_compiled(folder: RunFolder) -> None:
@@ -290,11 +244,10 @@ def describe(settings: Settings, mesh: Mesh) -> str:
   total, active = parameters(settings.model)["total"], activated_parameters(settings.model)
   axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
   kind = mesh.devices.flat[0].device_kind
-  tokens = settings.data.batch_rows * settings.data.slots
   return (
     f"{total:,} parameters, {active['decode']:,} of them active for a token; "
     f"{mesh.size} x {kind}{f' ({axes})' if axes else ''}; "
-    f"{tokens:,} tokens a step, {settings.total_steps:,} steps."
+    f"{stages.tokens_per_step(settings):,} tokens a step, {settings.total_steps:,} steps."
   )
 
 

@@ -3,7 +3,7 @@
 Legend: B rows, T decoder slots.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -15,14 +15,16 @@ from configs.schema import Settings
 from deepseek_jax.layout import Layout
 from deepseek_jax.model import Model
 from deepseek_jax.nn.health import COLLECTION
-from deepseek_jax.objective.denominators import count
+from deepseek_jax.objective.denominators import Denominators, count
 from deepseek_jax.objective.pretrain import make_loss_fn
 from deepseek_jax.ops.cross_entropy import linear_token_nll
+from deepseek_jax.optim.frozen import without_gradient
 from deepseek_jax.optim.optimizer import like_parameters, make_optimizer
-from deepseek_jax.optim.schedule import learning_rate
+from deepseek_jax.optim.schedule import Span, learning_rate
 from deepseek_jax.sharding import state_shardings
 from deepseek_jax.step import LossFn, TrainState, init_state, make_train_step
 from deepseek_jax.types import ModelOutput
+from train import stages
 from train.batches import abstract_batch, empty_row
 
 
@@ -36,10 +38,17 @@ class Programs(NamedTuple):
   evaluate: Callable[[Any, Any, Layout], tuple[jax.Array, jax.Array]]  # see `loss_sums`
 
 
-def build_programs(settings: Settings, mesh: Mesh) -> Programs:
-  """The programs of pretraining; nothing is compiled yet and no array is allocated."""
+def build_programs(settings: Settings, mesh: Mesh, spans: Sequence[Span] | None = None) -> Programs:
+  """The programs of pretraining; nothing is compiled yet and no array is allocated.
+
+  Args:
+    settings: of the run, or of one of its stages.
+    mesh: that it works on.
+    spans: updates of the whole run, where the settings are those of one stage.
+  """
+  spans = stages.spans(settings) if spans is None else spans
   model = _trained_model(settings)
-  optimizer = make_optimizer(settings.optim, settings.total_steps, settings.model.engram)
+  optimizer = make_optimizer(settings.optim, spans, settings.model.engram)
   row, key = empty_row(settings), jax.random.key(settings.seed)
 
   init = jax.jit(model.init)  # so that it is traced once, for its shapes and inside `create`
@@ -54,7 +63,7 @@ def build_programs(settings: Settings, mesh: Mesh) -> Programs:
     training_loss(settings),
     lambda layout: count(layout, settings.model),
     optimizer,
-    learning_rate(settings.optim, settings.total_steps),
+    learning_rate(settings.optim, spans),
     bias_speed=settings.optim.bias_speed,
     micro_batches=settings.accumulation,
     state_shardings=shardings,
@@ -69,7 +78,10 @@ def build_programs(settings: Settings, mesh: Mesh) -> Programs:
 
 
 def training_loss(settings: Settings) -> LossFn:
-  """The loss that a step follows, with its metrics, as LossFn describes."""
+  """The loss that a step follows, with its metrics, as LossFn describes.
+
+  Parameters that are frozen have a gradient of exactly 0.
+  """
   numerics, queries = settings.model.numerics, settings.log.observed_queries
   model = _trained_model(settings, queries)
 
@@ -78,7 +90,13 @@ def training_loss(settings: Settings) -> LossFn:
     return output._replace(health=left[COLLECTION])
 
   watched = apply if queries else _apply(model)
-  return make_loss_fn(watched, settings.objective, numerics.compute_dtype)
+  of_all = make_loss_fn(watched, settings.objective, numerics.compute_dtype)
+  frozen = settings.optim.frozen
+
+  def loss_fn(params: Any, balance: Any, layout: Layout, denominators: Denominators):
+    return of_all(without_gradient(params, frozen), balance, layout, denominators)
+
+  return loss_fn
 
 
 def loss_sums(settings: Settings) -> Callable:

@@ -33,7 +33,6 @@ from deepseek_jax.storage_path import (
 )
 from train import environment
 from train.errors import UsageError
-from train.keys import flatten, nest
 from train.lock import RunLock
 from train.remote_lock import RemoteLock
 from train.settings import differences, resolved_json, settings_from_json
@@ -158,23 +157,12 @@ def _check_config(
       raise UsageError([problem, advice]) from error
     report(f"{problem} Continuing without the comparison.")
     return
-  stored = _with_keys_of(stored, settings, FREE)
   rules = changed_rules(_read_json(folder.path / "optimizer.json") or {})
-  binding = differences(_with_keys_of(stored, settings, REPORTED), settings) + rules
+  binding = differences(stored, settings, ignoring=(*FREE, *REPORTED)) + rules
   if binding and not allow_change:
     raise UsageError([f"The run in {folder.path} has another configuration.", *binding, advice])
-  for sentence in differences(stored, settings) + rules:
+  for sentence in differences(stored, settings, ignoring=FREE) + rules:
     report(f"{sentence} The run continues, and is not the same bit for bit.")
-
-
-def _with_keys_of(stored: Settings, given: Settings, names: tuple[str, ...]) -> Settings:
-  """`stored` with the values that `given` has for the named keys and sections."""
-  chosen = {
-    key: value
-    for key, value in flatten(dataclasses.asdict(given)).items()
-    if any(key == name or key.startswith(f"{name}.") for name in names)
-  }
-  return Settings.from_dict(nest(flatten(dataclasses.asdict(stored)) | chosen))
 
 
 def _read_json(path: StoragePath) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from configs.base import UNITS
 from configs.schema import Settings
 from deepseek_jax.storage_path import url_problem
-from train import checks, config_file
+from train import checks, config_file, stages
 from train.errors import UsageError, hint
 from train.keys import KEYS, convert, flatten, from_text, nest, unknown_key
 
@@ -112,9 +112,13 @@ def load(config: str | None, overrides: Mapping[str, str]) -> Settings:
     flat = flatten(config_file.load(config).to_dict()) if config else {}
   except UsageError as error:
     problems += error.problems
+  of_stages = {key: text for key, text in overrides.items() if key.startswith(stages.PREFIX)}
   for key, text in overrides.items():
-    flat[key] = from_text(KEYS[key], text) if key in KEYS else text
+    if key not in of_stages:
+      flat[key] = from_text(KEYS[key], text) if key in KEYS else text
   typed: dict[str, Any] = {}
+  typed["stages"], said = stages.read_stages(flat.pop("stages", ()), of_stages)
+  problems += said
   for key, value in flat.items():
     if key not in KEYS:
       problems.append(unknown_key(key))
@@ -138,10 +142,21 @@ def settings_from_json(text: str) -> Settings:
   return Settings.from_dict(json.loads(text))
 
 
-def differences(stored: Settings, given: Settings) -> list[str]:
-  """One sentence per key whose value is not the stored one."""
-  old, new = (flatten(dataclasses.asdict(settings)) for settings in (stored, given))
-  return [f"{key} was {old[key]} and is now {new[key]}." for key in KEYS if old[key] != new[key]]
+def differences(stored: Settings, given: Settings, ignoring: Sequence[str] = ()) -> list[str]:
+  """One sentence per key whose value is not the stored one; `ignoring` names keys and sections."""
+  old, new = stages.flat(stored), stages.flat(given)
+  return [
+    f"{key} was {old.get(key, 'not set')} and is now {new.get(key, 'not set')}."
+    for key in dict.fromkeys((*old, *new))
+    if old.get(key) != new.get(key) and not _named(key, ignoring)
+  ]
+
+
+def _named(key: str, names: Sequence[str]) -> bool:
+  """Whether a key, of the run or of a stage, or a section around it is one of the names."""
+  if key.startswith(stages.PREFIX):
+    key = key.removeprefix(stages.PREFIX).partition(".")[2]
+  return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def help_text(verb: str) -> str:

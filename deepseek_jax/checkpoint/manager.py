@@ -170,6 +170,21 @@ class Checkpoints:
     if step is not None:
       self._newest = step
       return restore_step(self._steps.path(step), abstract_items)
+    found = self.newest_good()
+    return None if found is None else self.read(found, abstract_items)
+
+  def read(self, step: int, abstract_items: dict[str, Any]) -> Restored:
+    """Reads a step that `newest_good` has named or `wait` has seen complete.
+
+    Raises: CheckpointError if it does not fit.
+    """
+    return _read(self._steps.path(step), abstract_items)
+
+  def newest_good(self) -> int | None:
+    """The step that `restore` would read, where its items depend on it; sets aside like it.
+
+    Raises: CheckpointError if there were steps and none is good.
+    """
     chosen, failure = NONE, None
     if self._primary:
       try:
@@ -182,7 +197,7 @@ class Checkpoints:
     if chosen == NONE:
       return None
     self._newest = chosen
-    return _read(self._steps.path(chosen), abstract_items)
+    return chosen
 
   def _settle(self) -> None:
     """Waits for this process's part of the save in flight. Raises as `poll` does."""

@@ -1,5 +1,6 @@
 """The optimizer of a run: every group of parameters by its own rule, at one learning rate."""
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from deepseek_jax.config import EngramConfig
+from deepseek_jax.optim.frozen import is_frozen
 from deepseek_jax.optim.muon import scale_by_muon
 from deepseek_jax.optim.partition import (
   Group,
@@ -14,37 +16,48 @@ from deepseek_jax.optim.partition import (
   factors,
   groups,
   logical_matrix,
+  role,
   rule,
   stored_along,
 )
-from deepseek_jax.optim.schedule import learning_rate
+from deepseek_jax.optim.schedule import Span, learning_rate
 from deepseek_jax.optim.sinkhorn_momentum import scale_by_balanced_momentum
 from deepseek_jax.training_config import OptimConfig
 
+_FROZEN = "frozen"  # label of what is in no group
+
 
 def make_optimizer(
-  cfg: OptimConfig, total_steps: int, engram: EngramConfig
+  cfg: OptimConfig, spans: Sequence[Span], engram: EngramConfig
 ) -> optax.GradientTransformation:
   """Clips the global gradient, then moves every group of parameters by its rule.
 
   g <- g min(1, clip_norm / |g|);  w <- w - lr factor (direction(g) + decay w)
 
-  State is float32; the name of an array in it ends with the name of its parameter.
+  State is float32; the name of an array in it ends with the name of its parameter. What cfg.frozen
+  names does not move and has no state; its gradient should be 0 (frozen.without_gradient), for it
+  counts in |g| like any other.
 
   Args:
     cfg: which rules, and their numbers.
-    total_steps: of the learning rate.
+    spans: updates of the whole run, for the learning rate.
     engram: how many rows of each table exist.
 
   Raises: ValueError, on init, for a parameter that no group is known for.
   """
+
+  def label(path: tuple[Any, ...], group: Group) -> str:
+    return _FROZEN if is_frozen(role(path), cfg.frozen) else group.value
+
+  rules: dict[Hashable, optax.GradientTransformation] = {_FROZEN: optax.set_to_zero()}
+  rules |= {group.value: _group_rule(group, cfg, engram) for group in Group}
   return optax.chain(
     optax.clip_by_global_norm(cfg.clip_norm),
     optax.partition(
-      {group.value: _group_rule(group, cfg, engram) for group in Group},
-      lambda params: jax.tree.map(lambda group: group.value, groups(params)),
+      rules,
+      lambda params: jax.tree.map_with_path(label, groups(params)),
     ),
-    optax.scale_by_learning_rate(learning_rate(cfg, total_steps)),
+    optax.scale_by_learning_rate(learning_rate(cfg, spans)),
   )
 
 

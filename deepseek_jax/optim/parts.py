@@ -22,13 +22,14 @@ _PARTS = {
   "moe/shared": "shared",
   "moe": "router",
 }
+PARTS = (*dict.fromkeys(_PARTS.values()), "other")
 
 
 def norms(tree: Any) -> dict[str, jax.Array]:
   """Square root of the sum of squares, float32, of every part that the tree has parameters of."""
   members = defaultdict(list)
   for path, leaf in jax.tree.leaves_with_path(tree):
-    members[_part(role(path))].append(leaf)
+    members[part(role(path))].append(leaf)
   return {part: optax.global_norm(leaves) for part, leaves in sorted(members.items())}
 
 
@@ -42,5 +43,6 @@ def in_bfloat16(tree: Any) -> Any:
   return jax.tree.map(rounded, tree)
 
 
-def _part(key: str) -> str:
+def part(key: str) -> str:
+  """The part that a role belongs to."""
   return next((part for begins, part in _PARTS.items() if key.startswith(begins)), "other")

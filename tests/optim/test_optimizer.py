@@ -9,6 +9,7 @@ import pytest
 from deepseek_jax.checkpoint.names import named_leaves
 from deepseek_jax.config import EngramConfig
 from deepseek_jax.optim.optimizer import like_parameters, make_optimizer, update_count
+from deepseek_jax.optim.schedule import Span
 from deepseek_jax.training_config import OptimConfig
 
 CFG = OptimConfig(peak_lr=0.01, final_lr=0.01, warmup_steps=0, weight_decay=0.1, clip_norm=1e9)
@@ -26,7 +27,7 @@ GRADS = jax.tree.map(lambda w: GRADIENT, PARAMS)
 
 
 def first_update(**changes):
-  optimizer = make_optimizer(OptimConfig(**(vars(CFG) | changes)), 10, ENGRAM)
+  optimizer = make_optimizer(OptimConfig(**(vars(CFG) | changes)), [Span(10, 1)], ENGRAM)
   return optimizer.update(GRADS, optimizer.init(PARAMS), PARAMS)
 
 
@@ -95,13 +96,13 @@ def test_states_take_what_is_given_for_their_parameter_and_counters_the_rest():
 
 
 def test_update_count_is_the_argument_of_the_schedule():
-  optimizer = make_optimizer(CFG, 10, ENGRAM)
+  optimizer = make_optimizer(CFG, [Span(10, 1)], ENGRAM)
   state = optimizer.init(PARAMS)
   assert update_count(state) == 0
   assert update_count(optimizer.update(GRADS, state, PARAMS)[1]) == 1
 
 
 def test_an_unknown_parameter_is_refused_on_init():
-  optimizer = make_optimizer(CFG, 10, ENGRAM)
+  optimizer = make_optimizer(CFG, [Span(10, 1)], ENGRAM)
   with pytest.raises(ValueError, match=r"no optimizer group .* \['layer_0/attn/wx'\]"):
     optimizer.init({"layer_0": {"attn": {"wx": VALUE}}})

@@ -10,6 +10,7 @@ from optax.contrib import MuonDimensionNumbers
 from deepseek_jax.config import EngramConfig
 from deepseek_jax.optim.muon import newton_schulz, scale_by_muon
 from deepseek_jax.optim.optimizer import like_parameters, make_optimizer
+from deepseek_jax.optim.schedule import Span
 from deepseek_jax.sharding import make_mesh, partition_spec
 from deepseek_jax.training_config import MeshConfig, OptimConfig
 
@@ -97,7 +98,7 @@ def updates(optimizer, params, state, gradients, **shardings):
 )
 def test_every_rule_on_a_mesh_is_the_rule_on_one_device(mesh):
   cfg = OptimConfig(peak_lr=1.0, final_lr=1.0, warmup_steps=0, clip_norm=5.0)
-  optimizer = make_optimizer(cfg, 10, ENGRAM)
+  optimizer = make_optimizer(cfg, [Span(10, 1)], ENGRAM)
   params, gradients = random(0), [random(seed) for seed in (1, 2, 3)]
   state = optimizer.init(params)
   want = updates(optimizer, params, state, gradients)
