@@ -50,6 +50,7 @@ def get_config(variant: str = "v4_1") -> ml_collections.ConfigDict:
   model.engram.table_rows = tuple(sum(primes) for primes in hash_primes(2, 8, 20_011))
   c.objective.vocab_chunk_tokens = 8192
   c.optim.update(peak_lr=1e-2, final_lr=1e-3, warmup_steps=30, muon_dtype="bfloat16")
+  c.optim.update(decay_begin=None, decay_end=None)
   c.data.update(paths=(".data/ablation",), slots=2048, batch_rows=16)
   c.validation.rows = 192
   c.log.observed_queries = 0

@@ -36,6 +36,7 @@ from train.environment import environment
 from train.errors import Exit, UsageError
 from train.evaluate_loss import first_rows
 from train.programs import loss_sums, training_loss
+from train.stages import spans
 
 USAGE = """python -m train ablate --config FILE.py --only VARIANT --output F.json
                        [--config.KEY=VALUE ...]
@@ -159,13 +160,13 @@ def compile_programs(chosen: Settings, mesh: Mesh, batch: Any) -> Programs:
   A loop over seeds keeps the kernels, some of which JAX cannot batch.
   """
   model = Model(chosen.model, train_indexer=chosen.objective.indexer != "off")
-  optimizer = make_optimizer(chosen.optim, chosen.total_steps, chosen.model.engram)
+  optimizer = make_optimizer(chosen.optim, spans(chosen), chosen.model.engram)
   row = empty_row(chosen)
   step = make_train_step(
     training_loss(chosen),
     lambda layout: count(layout, chosen.model),
     optimizer,
-    learning_rate(chosen.optim, chosen.total_steps),
+    learning_rate(chosen.optim, spans(chosen)),
     bias_speed=chosen.optim.bias_speed,
     micro_batches=chosen.accumulation,
   )

@@ -140,7 +140,7 @@ def test_all_kinds_of_wrong_arguments_are_named_at_once():
         "--config.optim.peek_lr=1",
         "--config.mesh=8",
         "--config.model.kv_sources=2.5",
-        "--config.objective.indexer=dense",
+        "--config.objective.indexer=desne",
         "--config.seed",
       ],
       devices=1,
@@ -154,7 +154,7 @@ def test_all_kinds_of_wrong_arguments_are_named_at_once():
       "optim.peek_lr is not a configuration key; the nearest is optim.peak_lr.",
       "mesh is a section; name one of its keys: replica, fsdp, expert, context, tensor.",
       "model.kv_sources must be a list of integers, got (2.5,).",
-      "objective.indexer must be one of off, sparse, got 'dense'.",
+      "objective.indexer must be one of off, dense, sparse, got 'desne'.",
     ]
   )
 
