@@ -18,6 +18,7 @@ from deepseek_jax.ops.hyper_connection import collapse
 from deepseek_jax.ops.rms_norm import rms_norm
 from deepseek_jax.ops.table_lookup import start_rows
 from deepseek_jax.sharding import constrain
+from deepseek_jax.training_config import IndexerLoss
 from deepseek_jax.types import Entries, LayerCarry, ModelOutput, Slots, Tap, no_tap
 
 
@@ -25,14 +26,14 @@ class Model(nn.Module):
   """Embedding, the layers of cfg.schedule(), last norm (model.md section 2.1).
 
   Attributes:
-    train_indexer: also compute the indexers' own loss.
+    indexer_loss: which loss of the indexers is computed beside the outputs.
     observed_queries: of each row, that layers report the attention of in the collection "health";
       with 0, which is fit for a model that is not trained, they report the rest.
     tap: observes named values (see types.Tap); anything but the default needs scan_layers=False.
   """
 
   cfg: ModelConfig
-  train_indexer: bool = False
+  indexer_loss: IndexerLoss = "off"
   observed_queries: int = 0
   tap: Tap = no_tap
 
@@ -85,7 +86,7 @@ class Model(nn.Module):
         name = f"layer_{spec.layer}"
         tap = lambda key, value, spec=spec: self.tap(f"layers.{spec.layer}.{key}", value)
         tap = no_tap if self.tap is no_tap else tap
-        block = make_block(self.cfg, spec, name, self.train_indexer, self.observed_queries, tap)
+        block = make_block(self.cfg, spec, name, self.indexer_loss, self.observed_queries, tap)
         carry, aux[name] = block(carry, around)
       return carry, aux
     constant: Any = nn.broadcast
@@ -96,7 +97,7 @@ class Model(nn.Module):
       in_axes=constant,
       length=group.repeat,
       metadata_params={nn.PARTITION_NAME: "layers"},
-    )(self.cfg, group.layers, self.train_indexer, self.observed_queries, name=group.name)
+    )(self.cfg, group.layers, self.indexer_loss, self.observed_queries, name=group.name)
     outside = carry._replace(
       streams_BQcD=None, pre_mix_BQc=None, selection_BQK=None, selection_plan=None
     )

@@ -5,12 +5,14 @@ from typing import Literal
 
 from deepseek_jax.config import Config
 
+IndexerLoss = Literal["off", "dense", "sparse"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(Config):
   balance_weight: float = 1e-4  # sequence balance loss (report 4.2)
   # KL of the indexer on its own selection, on all entries that it may choose from, or none.
-  indexer: Literal["off", "dense", "sparse"] = "sparse"
+  indexer: IndexerLoss = "sparse"
   indexer_weight: float = 1.0  # undisclosed by the report; ours
   vocab_chunk_tokens: int = 1024  # tokens whose logits exist at a time
 

@@ -78,7 +78,7 @@ def layers_of(output):
 
 def compiled(cfg=CFG):
   def total(params, balance, layout, cotangent_BTV, kl_weight):
-    output = Model(cfg, train_indexer=True).apply({"params": params, "balance": balance}, layout)
+    output = Model(cfg, indexer_loss="sparse").apply({"params": params, "balance": balance}, layout)
     kl = sum(layer.indexer_kl for layer in layers_of(output))
     return jnp.sum(logits(output) * cotangent_BTV) + kl_weight * kl, output
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def memory(tokens: int) -> tuple[int, int]:
   """(temporary bytes, argument bytes) of value and gradient of the training loss on one row."""
   cfg, objective = SETTINGS.model, SETTINGS.objective
-  model = Model(cfg, train_indexer=True)
+  model = Model(cfg, indexer_loss="sparse")
   loss_fn = make_loss_fn(model.apply, objective, cfg.numerics.compute_dtype)
   layout = build_layout([Document(np.zeros(tokens))], slots=tokens, ratios=cfg.ratios)
   rows = (1, tokens, len(cfg.engram.layers), cfg.engram.lookups)

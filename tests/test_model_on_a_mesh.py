@@ -47,7 +47,7 @@ def batch():
 
 
 def loss_and_gradients():
-  model = Model(SETTINGS.model, train_indexer=True)
+  model = Model(SETTINGS.model, indexer_loss="sparse")
   loss_fn = make_loss_fn(model.apply, SETTINGS.objective, "float32")
 
   def run(variables, layout):

@@ -75,7 +75,7 @@ def stacked(cfg, by_layer):
 
 def total(cfg, params, balance, layout, tap=None):
   options = {} if tap is None else {"tap": tap}
-  model = Model(cfg, train_indexer=True, **options)
+  model = Model(cfg, indexer_loss="sparse", **options)
   output = model.apply({"params": params, "balance": balance}, layout)
   shape = (*layout.tokens.shape, cfg.vocab)
   cotangent_BTV = jnp.cos(jnp.arange(np.prod(shape))).reshape(shape) * layout.weights[..., None]

@@ -159,7 +159,7 @@ def compile_programs(chosen: Settings, mesh: Mesh, batch: Any) -> Programs:
 
   A loop over seeds keeps the kernels, some of which JAX cannot batch.
   """
-  model = Model(chosen.model, train_indexer=chosen.objective.indexer != "off")
+  model = Model(chosen.model, indexer_loss=chosen.objective.indexer)
   optimizer = make_optimizer(chosen.optim, spans(chosen), chosen.model.engram)
   row = empty_row(chosen)
   step = make_train_step(

@@ -83,6 +83,11 @@ def problems(
       new.append("its changes to model.* would give the model other parameters.")
     known |= set(new)
     found += [f"Stage {name}: {said}" for said in new]
+  if reads_data and (paths := _other_tokenizers([first, *(stage for _, stage in others)])):
+    found.append(
+      f"data.paths of one run must have one tokenizer; {', '.join(paths)} have another than "
+      f"{first.data.paths[0]}."
+    )
   return found or [*stages.order_problems(settings), *_schedule_problems(settings)]
 
 
@@ -151,12 +156,29 @@ def _row_problems(settings: Settings) -> Iterator[str]:
 
 
 def _tokenizer_problems(settings: Settings) -> Iterator[str]:
+  for prepared in _folders(settings):
+    yield from _vocabulary_problems(settings, prepared)
+
+
+def _folders(settings: Settings) -> Iterator[Prepared]:
   for path in settings.data.paths:
     try:
-      prepared = load_prepared(path)
+      yield load_prepared(path)
     except (OSError, DataError):
       continue  # reported by the data
-    yield from _vocabulary_problems(settings, prepared)
+
+
+def _other_tokenizers(parts: Sequence[Settings]) -> list[str]:
+  """Folders of later stages whose tokenizer is none of the first one's."""
+  first, *later = [list(_folders(part)) for part in parts]
+  known = {prepared.tokenizer_sha256 for prepared in first}
+  others = {
+    str(prepared.folder)
+    for folders in later
+    for prepared in folders
+    if known and prepared.tokenizer_sha256 not in known
+  }
+  return sorted(others)
 
 
 def _vocabulary_problems(settings: Settings, prepared: Prepared) -> Iterator[str]:

@@ -31,7 +31,7 @@ STEPS = 8
 
 def make_step(settings: Settings):
   """The step (params, balance, opt_state, batch) -> (..., ..., ..., loss), and its optimizer."""
-  model = Model(settings.model, train_indexer=True)
+  model = Model(settings.model, indexer_loss=settings.objective.indexer)
   tokens_per_step = settings.data.batch_rows * settings.data.slots
   spans = [Span(settings.total_steps, tokens_per_step)]
   optimizer = make_optimizer(settings.optim, spans, settings.model.engram)

@@ -120,7 +120,7 @@ def loss_sums(settings: Settings) -> Callable:
 def _trained_model(settings: Settings, observed_queries: int = 0) -> Model:
   return Model(
     settings.model,
-    train_indexer=settings.objective.indexer != "off",
+    indexer_loss=settings.objective.indexer,
     observed_queries=observed_queries,
   )
 

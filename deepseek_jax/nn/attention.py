@@ -16,12 +16,14 @@ from deepseek_jax.nn.health import report
 from deepseek_jax.nn.indexer import Indexer
 from deepseek_jax.nn.linear import fp8_input
 from deepseek_jax.ops.attention_mass import Choice, Queries, attention_mass
+from deepseek_jax.ops.indexer import Teacher
 from deepseek_jax.ops.matmul import dot
 from deepseek_jax.ops.quantize import fake_fp8, fake_main
 from deepseek_jax.ops.rms_norm import rms_norm
 from deepseek_jax.ops.rope import frequencies, rotate
 from deepseek_jax.ops.sparse_attention import plan_selection, sparse_attention
 from deepseek_jax.sharding import constrain
+from deepseek_jax.training_config import IndexerLoss
 from deepseek_jax.types import Entries, LayerCarry, Slots, Tap, no_tap
 
 # Choosing again in the backward pass would cost as much as the attention itself, and the layers
@@ -34,7 +36,7 @@ class Attention(nn.Module):
 
   cfg: ModelConfig
   spec: LayerSpec
-  train_indexer: bool = False
+  indexer_loss: IndexerLoss = "off"
   observed_queries: int = 0
   tap: Tap = no_tap
 
@@ -85,7 +87,7 @@ class Attention(nn.Module):
     kv_BQd = self.tap("attn.window_kv", kv_BQd)
 
     chooses = spec.kind in ("full", "reindex")
-    teaches = chooses and self.train_indexer
+    learns_from = self.indexer_loss if chooses else "off"
     if chooses:
       index_q, index_weights = self.indexer.queries(x_BQD, qr_BQr, slots)
       carry = self.indexer.select(index_q, index_weights, slots, entries[spec.ratio], carry)
@@ -103,15 +105,21 @@ class Attention(nn.Module):
       self.sink,
       window=a.window,
       plan=carry.selection_plan if spec.ratio else None,
-      with_teacher=teaches,
+      with_teacher=learns_from == "sparse",
     )
     if self.observed_queries:
       self._report(q_BQHd, kv_BQd, slots, entries, carry)
     kl = jnp.zeros((), jnp.float32)
-    if teaches:
+    if learns_from == "sparse":
       teacher_BQK = checkpoint_name(attended.teacher_BQK, SELECTION)
       kl = self.indexer.divergence(
         index_q, index_weights, carry.selection_BQK, teacher_BQK, slots, carry
+      )
+    elif learns_from == "dense":
+      lse_BQH = checkpoint_name(attended.lse_BQH, SELECTION)
+      teacher = Teacher(q_BQHd, lse_BQH, carry.selection_BQK)
+      kl = self.indexer.dense_divergence(
+        index_q, index_weights, teacher, slots, entries[spec.ratio], carry
       )
     return self._output(attended.out_BQHd, slots), carry, kl
 

@@ -22,6 +22,7 @@ from deepseek_jax.ops.hyper_connection import collapse, expand
 from deepseek_jax.ops.rms_norm import rms_norm
 from deepseek_jax.ops.table_lookup import start_rows
 from deepseek_jax.sharding import constrain
+from deepseek_jax.training_config import IndexerLoss
 from deepseek_jax.types import Entries, LayerAux, LayerCarry, Slots, Tap, no_tap
 
 
@@ -42,7 +43,7 @@ class Block(nn.Module):
 
   cfg: ModelConfig
   spec: LayerSpec
-  train_indexer: bool = False
+  indexer_loss: IndexerLoss = "off"
   observed_queries: int = 0
   tap: Tap = no_tap
 
@@ -59,7 +60,7 @@ class Block(nn.Module):
     if spec.engram is not None:
       before = around.encoder if spec.starts_decoder else slots
       streams = Engram(cfg, spec.engram, tap, name="engram")(streams, before)
-    attention = Attention(cfg, spec, self.train_indexer, self.observed_queries, tap, name="attn")
+    attention = Attention(cfg, spec, self.indexer_loss, self.observed_queries, tap, name="attn")
     x_BQD = tap("attn_in", norm(collapse(streams, carry.pre_mix_BQc), gain("attn_norm")))
     if spec.kind == "full":  # entries come from every encoder slot, also at the decoder's start
       carry = attention.compress(x_BQD, around.entries[spec.ratio], carry)
@@ -114,7 +115,7 @@ def make_block(
   cfg: ModelConfig,
   spec: LayerSpec,
   name: str,
-  train_indexer: bool,
+  indexer_loss: IndexerLoss,
   observed_queries: int,
   tap: Tap,
   *,
@@ -128,7 +129,7 @@ def make_block(
   if names is not None:
     keep = jax.checkpoint_policies.save_only_these_names(*names)
     kind = nn.remat(Block, prevent_cse=not repeated, policy=keep)
-  return kind(cfg, spec, train_indexer, observed_queries, tap, name=name)
+  return kind(cfg, spec, indexer_loss, observed_queries, tap, name=name)
 
 
 class Group(nn.Module):
@@ -136,7 +137,7 @@ class Group(nn.Module):
 
   cfg: ModelConfig
   layers: tuple[LayerSpec, ...]
-  train_indexer: bool = False
+  indexer_loss: IndexerLoss = "off"
   observed_queries: int = 0
 
   @nn.compact
@@ -147,7 +148,7 @@ class Group(nn.Module):
     for number, spec in enumerate(self.layers):
       name = f"layer_{number}"
       block = make_block(
-        self.cfg, spec, name, self.train_indexer, self.observed_queries, no_tap, repeated=True
+        self.cfg, spec, name, self.indexer_loss, self.observed_queries, no_tap, repeated=True
       )
       carry, aux[name] = block(carry, around)
     return (carry.streams_BQcD, carry.pre_mix_BQc), aux

@@ -64,7 +64,7 @@ class Indexer(nn.Module):
 
   def select(self, q_BQIi, weights_BQI, slots: Slots, entries: Entries, carry: LayerCarry):
     """Returns carry with the new selection, and with the pool where this layer publishes one."""
-    size, ratio = self.cfg.indexer, self.spec.ratio
+    size = self.cfg.indexer
     observed = self.tap is not no_tap
     choice = op.Choice(
       top_k=size.top_k,
@@ -72,13 +72,13 @@ class Indexer(nn.Module):
       block_size=size.pool_block_size,
       scores_bf16=self.cfg.numerics.scores_bf16,
     )
-    visible = op.Visible(entries.exists_BN, slots.entry_begin_BQ[ratio], slots.entry_end_BQ[ratio])
+    visible = self._visible(slots, entries)
     q_BQIi = self.tap("indexer.q", self.quantized(q_BQIi))
     keys_BNi = self.tap("indexer.k", self.quantized(carry.index_keys_BNi))
     weights_BQI = self.tap("indexer.head_weights", weights_BQI)
-    pool_BQW = carry.pool_BQW if self.spec.pool == "restrict" else None
+    pool = self._pool(carry)
     selected = op.select(
-      q_BQIi, keys_BNi, weights_BQI, visible, choice, pool_BQW=pool_BQW, with_scores=observed
+      q_BQIi, keys_BNi, weights_BQI, visible, choice, pool_BQW=pool, with_scores=observed
     )
     if selected.scores_BQN is not None:
       self.tap("indexer.scores", selected.scores_BQN)
@@ -92,3 +92,25 @@ class Indexer(nn.Module):
     return op.divergence(
       q_BQIi, carry.index_keys_BNi, weights_BQI, selection_BQK, teacher_BQK, slots.counts_BQ
     )
+
+  def dense_divergence(self, q_BQIi, weights_BQI, teacher, slots, entries, carry) -> jax.Array:
+    """The same on all entries that this layer may choose, not only those that it chose."""
+    return op.dense_divergence(
+      q_BQIi,
+      carry.index_keys_BNi,
+      weights_BQI,
+      teacher,
+      carry.shared_kv_BNd,
+      self._visible(slots, entries),
+      slots.counts_BQ,
+      pool_BQW=self._pool(carry),
+      block_size=self.cfg.indexer.pool_block_size,
+    )
+
+  def _visible(self, slots: Slots, entries: Entries) -> op.Visible:
+    ratio = self.spec.ratio
+    return op.Visible(entries.exists_BN, slots.entry_begin_BQ[ratio], slots.entry_end_BQ[ratio])
+
+  def _pool(self, carry: LayerCarry) -> jax.Array | None:
+    """The blocks that this layer is held to."""
+    return carry.pool_BQW if self.spec.pool == "restrict" else None

@@ -41,7 +41,7 @@ def test_a_training_step_compiles_with_the_kernels_chosen(caplog):
   cfg = settings.model
   one_device = dataclasses.replace(settings.mesh, fsdp=1)
   target = make_mesh(one_device, list(h200().devices.flat))
-  model = Model(cfg, train_indexer=True)
+  model = Model(cfg, indexer_loss="sparse")
   loss_fn = make_loss_fn(model.apply, settings.objective, cfg.numerics.compute_dtype)
   layout = build_layout([Document(np.zeros(TOKENS))], slots=TOKENS, ratios=cfg.ratios)
   rows = (1, TOKENS, len(cfg.engram.layers), cfg.engram.lookups)

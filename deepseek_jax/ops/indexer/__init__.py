@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from deepseek_jax.by_slots import by_slots
 from deepseek_jax.ops import dispatch
-from deepseek_jax.ops.indexer import chosen, reference, xla
+from deepseek_jax.ops.indexer import chosen, dense, reference, xla
+from deepseek_jax.ops.indexer.dense import Support, Teacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,3 +130,46 @@ def divergence(
 
   slots = q_BQIi, head_weights_BQI, selection_BQK, teacher_BQK, counts_BQ
   return jnp.sum(by_slots(own, slots, rows=keys_BNi, returns="pieces"))
+
+
+def dense_divergence(
+  q_BQIi: jax.Array,
+  keys_BNi: jax.Array,
+  head_weights_BQI: jax.Array,
+  teacher: Teacher,
+  entry_kv_BNd: jax.Array,
+  visible: Visible,
+  counts_BQ: jax.Array,
+  *,
+  pool_BQW: jax.Array | None = None,
+  block_size: int = 1,
+) -> jax.Array:
+  """Sum over counting queries of KL(teacher || softmax of scores), on all entries they may choose.
+
+  teacher[n] = sum_h exp(s_hn - L_h) / its sum over n, where L_h is the log of the denominator with
+  window, sink and all those entries. Float32; gradients reach queries, keys and head weights alone.
+  Source: model.md section 6.5.
+
+  Args:
+    q_BQIi, keys_BNi, head_weights_BQI: as for `divergence`.
+    teacher: attention of the layer on its chosen entries; they must lie among those it may choose.
+    entry_kv_BNd: the entries that attention reads.
+    visible: as for `select`.
+    counts_BQ: bool, queries that teach.
+    pool_BQW: where given, only entries of these blocks may be chosen.
+    block_size: entries in one.
+
+  Returns: float32 scalar, in nats; a query that sees no entry adds 0.
+  """
+  if not keys_BNi.shape[1]:
+    return jnp.zeros((), jnp.float32)
+  teacher, entry_kv_BNd = jax.lax.stop_gradient((teacher, entry_kv_BNd))
+
+  def own(place, slots, rows, pieces, weights):
+    del place, pieces, weights
+    return dense.divergence(*slots, rows, block_size)[None]
+
+  support = Support(visible.begin_BQ, visible.end_BQ, pool_BQW)
+  slots = q_BQIi, head_weights_BQI, teacher, support, counts_BQ
+  rows = keys_BNi, entry_kv_BNd, visible.exists_BN
+  return jnp.sum(by_slots(own, slots, rows=rows, returns="pieces"))
