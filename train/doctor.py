@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
-from configs.schema import Settings
+from deepseek_jax.optim.frozen import is_frozen
+from deepseek_jax.optim.partition import role_of
 from deepseek_jax.sharding import make_mesh, slice_count
 from deepseek_jax.storage_path import RemotePath, StoragePath, storage_path, write_atomically
-from train import settings
+from train import settings, stages
 from train.errors import Exit, UsageError
 from train.gradient_paths import unreached
 
@@ -25,9 +25,8 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 USAGE = """python -m train doctor [--config FILE.py[:variant]] [--workdir DIR] [--config.K=V ...]
 
 --config   also check that the configuration is sound, that its mesh fits the devices, and that the
-           loss reaches every parameter
+           loss reaches every parameter that is not frozen, in every stage
 --workdir  also check that files can be written, read and removed there; s3:// and gs:// too"""
-NAMED = 5  # parameters that a finding names
 
 
 class Finding(NamedTuple):
@@ -123,21 +122,31 @@ def _configuration(arguments: settings.Arguments) -> Iterator[Finding]:
   except UsageError as error:
     yield from (Finding("FAIL", "configuration", problem) for problem in error.problems)
     return
-  mesh = make_mesh(parsed.settings.mesh)
-  axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
   yield Finding("ok", "configuration", f"{arguments.values['--config']} is sound")
-  yield Finding("ok", "mesh", axes)
-  yield _gradients(parsed.settings, mesh)
+  plan = stages.resolve(parsed.settings)
+  for stage in plan:
+    where = "" if stage is plan[0] else f":{stage.name}"
+    mesh = make_mesh(stage.settings.mesh)
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    yield Finding("ok", f"mesh{where}", axes)
+    with jax.set_mesh(mesh):
+      names = unreached(stage.settings, mesh, [part.span for part in plan])
+    yield _gradients(names, stage.settings.optim.frozen, f"gradients{where}")
 
 
-def _gradients(run: Settings, mesh: Mesh) -> Finding:
-  """Whether the loss reaches every parameter that it is meant to."""
-  with jax.set_mesh(mesh):
-    names = unreached(run, mesh)
-  meant = [name for name in names if run.objective.indexer != "off" or "/indexer/" not in name]
-  if meant:
-    more = f" and {len(meant) - NAMED} more" if len(meant) > NAMED else ""
-    return Finding("FAIL", "gradients", f"none reaches {', '.join(meant[:NAMED])}{more}.")
-  if names:
-    return Finding("ok", "gradients", "reach every parameter but the indexers', which are off")
-  return Finding("ok", "gradients", "reach every parameter")
+def _gradients(names: Sequence[str], frozen: Sequence[str], subject: str) -> Finding:
+  """Whether the loss reaches every parameter that trains; lists those that it does not reach."""
+  roles: dict[str, list[str]] = {}
+  for name in names:
+    roles.setdefault(role_of(name), []).append(name)
+  listed = lambda keys: ", ".join(
+    roles[key][0] if len(roles[key]) == 1 else f"{key} ({len(roles[key])} times)" for key in keys
+  )
+  still = [key for key in roles if is_frozen(key, frozen)]
+  forgotten = [key for key in roles if key not in still]
+  if forgotten:
+    text = f"none reaches {listed(forgotten)}; optim.frozen does not name what may stay as it is."
+    return Finding("FAIL", subject, text)
+  if still:
+    return Finding("ok", subject, f"reach every parameter but the frozen {listed(still)}")
+  return Finding("ok", subject, "reach every parameter")

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from configs.schema import Settings
 from deepseek_jax.layout import Layout
 from deepseek_jax.objective.denominators import count
+from deepseek_jax.optim.schedule import Span
 from train.programs import build_programs, training_loss
 
 # Zero where any operand is zero.
@@ -43,15 +44,16 @@ VALUES = {
 LOOKED_AT = 2**20  # elements of a constant
 
 
-def unreached(settings: Settings, mesh: Mesh) -> list[str]:
-  """Names of the model's parameters that the training loss gives no gradient.
+def unreached(settings: Settings, mesh: Mesh, spans: Sequence[Span] | None = None) -> list[str]:
+  """Names of the model's parameters that the training loss gives no gradient, frozen ones too.
 
   Args:
-    settings: of a run; sound.
-    mesh: of the run.
+    settings: of a run or of a stage; sound.
+    mesh: that it works on.
+    spans: as for `build_programs`.
   """
   loss_fn = training_loss(settings)
-  programs = build_programs(settings, mesh)
+  programs = build_programs(settings, mesh, spans)
   state, batch = programs.abstract_state, programs.abstract_batch
 
   def loss(params: Any, balance: Any, layout: Layout) -> jax.Array:

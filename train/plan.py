@@ -1,8 +1,8 @@
 """`python -m train plan`: what a configuration is and costs, without hardware and without a run.
 
 plan.json: `parameters`, `activated_parameters`, `kv_bytes_per_token`, `prefill_ratio`,
-`flops_per_token`, `indexer_imbalance` (of contiguous context shards at 1M tokens); `claims` for the
-released model; `compiled` with --topology.
+`flops_per_token`, `indexer_imbalance` (of contiguous context shards at 1M tokens), `stages`;
+`claims` for the released model; `compiled` with --topology, which is of the first stage.
 """
 
 import dataclasses
@@ -17,10 +17,22 @@ from configs.schema import Settings
 from deepseek_jax.config import ModelConfig, flash
 from deepseek_jax.flops import activated_parameters, parameters
 from deepseek_jax.sharding import MESH_AXES, slice_count
-from train import checks, plan_cache, plan_cost, plan_plot, plan_tables, plan_topology, settings
+from train import (
+  checks,
+  plan_cache,
+  plan_cost,
+  plan_plot,
+  plan_tables,
+  plan_topology,
+  settings,
+  stage_table,
+  stages,
+)
 from train.errors import Exit, UsageError
+from train.optimizer_table import optimizer_table
 from train.plan_claims import claims
 from train.plan_parts import drafter_parameters, vision_parameters
+from train.programs import parameter_shapes
 
 USAGE = """python -m train plan --config FILE.py[:variant] [--config.KEY=VALUE ...]
                      [--topology NAME] [--output PLAN.json] [--plot FIGURE.png]
@@ -48,14 +60,21 @@ def main(argv: Sequence[str]) -> int:
     return Exit.DONE
   request = parse(argv)
   plan = make_plan(request.settings.model)
+  run_stages = stages.resolve(request.settings)
+  plan["stages"] = stage_table.numbers(run_stages)
   if request.topology is not None:
     plan["compiled"] = _compiled(request.settings, request.topology)
   plan_tables.show(plan)
+  print(f"Stages of a run\n{stage_table.stage_table(run_stages)}\n")
+  for stage in run_stages:
+    if stage is run_stages[0] or stage.settings.optim.frozen:
+      shapes = parameter_shapes(stage.settings)
+      print(f"Optimizer, stage {stage.name}\n{optimizer_table(shapes, stage.settings)}\n")
   if request.output is not None:
     content = {"config": request.config, **plan}
     request.output.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
   if request.plot is not None:
-    plan_plot.draw(request.settings.model, plan["flops_per_token"], request.plot)
+    plan_plot.draw(request.settings.model, plan["flops_per_token"], run_stages, request.plot)
   return Exit.DONE
 
 

@@ -1,15 +1,22 @@
-"""Draws a plan: cache per token, prefill ratio, FLOPs and decode cost over context."""
+"""Draws a plan: cache, prefill, FLOPs and decode cost over context; the schedule over tokens."""
 
 import importlib
 import importlib.util
+import math
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from deepseek_jax.config import ModelConfig
+from deepseek_jax.optim.schedule import learning_rate, tokens_after
 from train import plan_cache, plan_cost
+from train.stages import RunStage
 
 _DPI = 150
-_SIZE = (11, 7.5)  # inches
+_SIZE = (11, 11)  # inches
+_POINTS = 1000  # at which the schedule is looked up
 
 
 def problem(path: pathlib.Path) -> str | None:
@@ -22,10 +29,15 @@ def problem(path: pathlib.Path) -> str | None:
   return None
 
 
-def draw(cfg: ModelConfig, flops: dict[str, dict[int, float]], path: pathlib.Path) -> None:
+def draw(
+  cfg: ModelConfig,
+  flops: dict[str, dict[int, float]],
+  plan: Sequence[RunStage],
+  path: pathlib.Path,
+) -> None:
   """Writes the figure. Raises OSError where the file cannot be written."""
   figure = _figure()
-  (cache, ratio), (cost, decode) = figure.subplots(2, 2)
+  (cache, ratio), (cost, decode), (rate, batch) = figure.subplots(3, 2)
   _draw_cache(cache, cfg)
   contexts = list(plan_cost.CONTEXTS)
   lengths = [cfg.attention.window, 512, 2048, *contexts]
@@ -45,6 +57,8 @@ def draw(cfg: ModelConfig, flops: dict[str, dict[int, float]], path: pathlib.Pat
     axes.grid(alpha=0.3)
   cost.legend()
   decode.legend()
+  _draw_rate(rate, plan)
+  _draw_batch(batch, plan)
   figure.savefig(path, dpi=_DPI)
 
 
@@ -55,6 +69,33 @@ def _draw_cache(axes: Any, cfg: ModelConfig) -> None:
   axes.invert_yaxis()
   axes.margins(x=0.15)
   axes.set(title="Global cache per token (bytes)")
+
+
+def _draw_rate(axes: Any, plan: Sequence[RunStage]) -> None:
+  """Evenly spaced updates of the run, and those of the warm-up, which is too short for them."""
+  spans, optim = [stage.span for stage in plan], plan[0].settings.optim
+  last = plan[-1].last_step - 1
+  updates = np.unique(
+    np.concatenate([np.linspace(0, end, _POINTS, dtype=int) for end in (optim.warmup_steps, last)])
+  )
+  axes.plot(tokens_after(spans)(updates + 1), learning_rate(optim, spans)(updates))
+  for stage in plan[1:]:
+    axes.axvline(stage.tokens, color="gray", linestyle=":")
+    axes.annotate(stage.name, (stage.tokens, 0), textcoords="offset points", xytext=(4, 4))
+  axes.set(title="Learning rate", xlabel="tokens of the run", ylim=(0, None))
+  axes.grid(alpha=0.3)
+
+
+def _draw_batch(axes: Any, plan: Sequence[RunStage]) -> None:
+  edges = [*(stage.tokens for stage in plan), plan[-1].tokens + math.prod(plan[-1].span)]
+  axes.stairs([stage.span.tokens for stage in plan], edges, baseline=None, label="a step")
+  slots = [stage.settings.data.slots for stage in plan]
+  axes.stairs(slots, edges, baseline=None, label="a row", linestyle="--")
+  axes.set(title="Tokens of a step and of a row", xlabel="tokens of the run")
+  axes.set_yscale("log", base=2)
+  axes.margins(y=0.1)
+  axes.grid(alpha=0.3)
+  axes.legend()
 
 
 def _figure() -> Any:

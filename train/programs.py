@@ -77,6 +77,12 @@ def build_programs(settings: Settings, mesh: Mesh, spans: Sequence[Span] | None 
   )
 
 
+def parameter_shapes(settings: Settings) -> Any:
+  """Shapes of the parameters, without a mesh."""
+  init = lambda: nn.unbox(_trained_model(settings).init(jax.random.key(0), empty_row(settings)))
+  return jax.eval_shape(init)["params"]
+
+
 def training_loss(settings: Settings) -> LossFn:
   """The loss that a step follows, with its metrics, as LossFn describes.
 

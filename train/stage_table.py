@@ -1,7 +1,8 @@
 """The stages of a run as text: what holds in each of them."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,12 +46,29 @@ HEADINGS = Row(
 
 def stage_table(plan: Sequence[RunStage]) -> str:
   """One line for each stage, under headings."""
-  return aligned([HEADINGS, *rows(plan)])
+  return aligned([HEADINGS, *(_row(plan, stage) for stage in plan)])
 
 
-def rows(plan: Sequence[RunStage]) -> list[Row]:
-  """One row of words for each stage."""
-  return [_row(plan, stage) for stage in plan]
+def numbers(plan: Sequence[RunStage]) -> list[dict[str, Any]]:
+  """What the table says, for a file; token counts have padding included."""
+  return [
+    {
+      "name": stage.name,
+      "tokens": stage.tokens,
+      "first_step": stage.first_step,
+      "last_step": stage.last_step,
+      "tokens_per_step": stage.span.tokens,
+      "slots": stage.settings.data.slots,
+      "lr": lr_range(plan, stage),
+      "indexer": stage.settings.objective.indexer,
+      "indexer_weight": stage.settings.objective.indexer_weight,
+      "pool_source": stage.settings.model.indexer.pool_source,
+      "numerics": dataclasses.asdict(stage.settings.model.numerics),
+      "bias_speed": stage.settings.optim.bias_speed,
+      "frozen": stage.settings.optim.frozen,
+    }
+    for stage in plan
+  ]
 
 
 def lr_range(plan: Sequence[RunStage], stage: RunStage) -> tuple[float, float]:

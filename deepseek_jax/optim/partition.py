@@ -214,7 +214,12 @@ def name(path: tuple[Any, ...]) -> str:
 
 def role(path: tuple[Any, ...]) -> str:
   """The path without the keys that say which layer it is."""
-  return "/".join(key for key in _keys(path) if not key.startswith(("layer_", "layers_")))
+  return role_of(name(path))
+
+
+def role_of(name: str) -> str:
+  """The role in the name of a parameter."""
+  return "/".join(key for key in name.split("/") if not key.startswith(("layer_", "layers_")))
 
 
 def _keys(path: tuple[Any, ...]) -> list[str]:

@@ -90,11 +90,21 @@ def test_a_parameter_without_a_gradient_fails_by_name(doctor, runs, tmp_path, mo
   monkeypatch.setattr(gradient_paths, "training_loss", cut)
   code, found = doctor(*runs.argv(tmp_path, **EIGHT))
   assert code == Exit.CHECK_FAILED
-  assert found["gradients"] == ("FAIL", ["none reaches head."])
+  said = "none reaches head; optim.frozen does not name what may stay as it is."
+  assert found["gradients"] == ("FAIL", [said])
 
 
 @pytest.mark.slow
-def test_indexers_that_are_off_need_no_gradient(doctor, runs, tmp_path):
-  code, found = doctor(*runs.argv(tmp_path, objective__indexer="off", **EIGHT))
-  assert (code, found["gradients"][0]) == (Exit.DONE, "ok")
-  assert "indexers" in found["gradients"][1][0]
+def test_indexers_that_are_off_must_be_frozen(doctor, runs, tmp_path):
+  """Decay would move them; a stage that trains them again is looked at by itself."""
+  off = {"objective__indexer": "off"} | EIGHT
+  code, found = doctor(*runs.argv(tmp_path, **off))
+  state, (text,) = found["gradients"]
+  assert (code, state) == (Exit.CHECK_FAILED, "FAIL")
+  assert "layer_1/attn/indexer/wk" in text or "attn/indexer/wk (2 times)" in text
+  again = {"objective.indexer": "dense", "optim.frozen": ("embed",)}
+  later = repr([{"name": "later", "tokens": 600, "changes": again}])
+  code, found = doctor(*runs.argv(tmp_path, optim__frozen="indexer", stages=later, **off))
+  assert code == Exit.DONE, found
+  assert found["gradients"][1][0].startswith("reach every parameter but the frozen attn/indexer/")
+  assert found["gradients:later"] == ("ok", ["reach every parameter but the frozen embed"])

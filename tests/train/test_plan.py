@@ -125,6 +125,13 @@ def test_numbers_reach_the_file_and_the_screen(tmp_path):
   assert {*written["flops_per_token"]} == {"train", "prefill", "decode"}
   assert written["prefill_ratio"].keys() == {str(2**power) for power in range(12, 21)}
   assert "compiled" not in written
+  start, long = written["stages"]
+  assert (start["last_step"] + 1, long["slots"], pytest.approx(long["lr"][0])) == (
+    long["first_step"],
+    2**20,
+    2.6e-5,
+  )
+  assert "2,560 x [512, 1280]" in done.stdout  # heads of query projections, by Muon
   assert "552,366,103,664" in done.stdout and "DIFFERS" not in done.stdout
 
 
