@@ -144,7 +144,7 @@ def open_pipeline(
     "slots": cfg.slots,
     "batch_rows": cfg.batch_rows,
     "shuffle_seed": cfg.shuffle_seed,
-    "begin": list(begin),
+    **({"begin": list(begin)} if any(begin) else {}),
   }
   batches = _batches(rows, cfg, _row_builder(cfg, folders[0], ratios, engram), host, hosts)
   return Pipeline(batches, cfg, identity)

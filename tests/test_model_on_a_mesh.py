@@ -3,6 +3,7 @@
 Legend: B rows, S slots.
 """
 
+import functools
 import math
 import re
 
@@ -46,8 +47,8 @@ def batch():
   return stack_layouts([row(number) for number in range(ROWS)])
 
 
-def loss_and_gradients():
-  model = Model(SETTINGS.model, indexer_loss="sparse")
+def loss_and_gradients(indexer_loss):
+  model = Model(SETTINGS.model, indexer_loss=indexer_loss)
   loss_fn = make_loss_fn(model.apply, SETTINGS.objective, "float32")
 
   def run(variables, layout):
@@ -62,9 +63,9 @@ def loss_and_gradients():
   return model, run
 
 
-@pytest.fixture(scope="module")
-def on_one_device():
-  model, run = loss_and_gradients()
+@functools.cache
+def on_one_device(indexer_loss="sparse"):
+  model, run = loss_and_gradients(indexer_loss)
   layout = batch()
   variables = jax.jit(lambda: nn.unbox(model.init(jax.random.key(0), layout)))()
   return variables, jax.jit(run)(variables, layout)
@@ -78,8 +79,8 @@ def in_slots(layout, mesh):
   return jax.tree.map(place, layout)
 
 
-def compiled_on(mesh, variables):
-  model, run = loss_and_gradients()
+def compiled_on(mesh, variables, indexer_loss="sparse"):
+  model, run = loss_and_gradients(indexer_loss)
   layout = batch()
   shardings = state_shardings(jax.eval_shape(model.init, jax.random.key(0), layout), mesh)
   arguments = jax.device_put((variables, layout), (shardings, in_slots(layout, mesh)))
@@ -97,12 +98,15 @@ def elements_sent(program):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MESHES)
-def test_loss_metrics_loads_and_gradients_agree(on_one_device, name):
-  variables, want = on_one_device
+@pytest.mark.parametrize(
+  ("name", "indexer_loss"),
+  [*((name, "sparse") for name in MESHES), ("context", "dense"), ("fsdp", "dense")],
+)
+def test_loss_metrics_loads_and_gradients_agree(name, indexer_loss):
+  variables, want = on_one_device(indexer_loss)
   mesh = make_mesh(MESHES[name])
   with jax.set_mesh(mesh):
-    compiled, arguments = compiled_on(mesh, variables)
+    compiled, arguments = compiled_on(mesh, variables, indexer_loss)
     got = compiled(*arguments)
   names = ("loss", "metrics", "layers", "gradients")
   for name, new, old in zip(names, got, want, strict=True):
@@ -114,11 +118,11 @@ def test_loss_metrics_loads_and_gradients_agree(on_one_device, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["context", "expert, fsdp and context"])
-def test_no_device_collects_the_streams_of_a_row(on_one_device, name):
+def test_no_device_collects_the_streams_of_a_row(name):
   cfg = MESHES[name]
   mesh = make_mesh(cfg)
   with jax.set_mesh(mesh):
-    compiled, _ = compiled_on(mesh, on_one_device[0])
+    compiled, _ = compiled_on(mesh, on_one_device()[0])
   model, rows = SETTINGS.model, ROWS // batch_pieces(cfg)
   sent = elements_sent(compiled.as_text())
   assert sent and max(sent) < rows * SETTINGS.data.slots * model.streams * model.dim

@@ -23,8 +23,8 @@ from deepseek_jax.objective.denominators import count
 from deepseek_jax.objective.pretrain import make_loss_fn
 from deepseek_jax.optim import router_bias
 from deepseek_jax.optim.optimizer import make_optimizer
-from deepseek_jax.optim.schedule import Span
 from deepseek_jax.types import ModelOutput
+from train.stages import spans
 
 STEPS = 8
 
@@ -32,9 +32,7 @@ STEPS = 8
 def make_step(settings: Settings):
   """The step (params, balance, opt_state, batch) -> (..., ..., ..., loss), and its optimizer."""
   model = Model(settings.model, indexer_loss=settings.objective.indexer)
-  tokens_per_step = settings.data.batch_rows * settings.data.slots
-  spans = [Span(settings.total_steps, tokens_per_step)]
-  optimizer = make_optimizer(settings.optim, spans, settings.model.engram)
+  optimizer = make_optimizer(settings.optim, spans(settings), settings.model.engram)
   apply = cast(Callable[..., ModelOutput], model.apply)
   loss_fn = make_loss_fn(apply, settings.objective, settings.model.numerics.compute_dtype)
 

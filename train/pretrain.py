@@ -113,9 +113,8 @@ def pretrain(command: CommandLine, devices: Sequence) -> Exit:
         if writer is None:
           with starting(command.workdir):
             folder.remember(settings, say)
-          say(describe(settings, mesh))
           say(stage_table(plan))
-        announce(plan, stage, begun, step)
+        announce(plan, stage, begun, mesh, step)
         compiled, state = compile_programs(begun.programs, begun.state)
         if writer is None:
           with starting(command.workdir):
@@ -210,14 +209,17 @@ def newest_step(checkpoints: Checkpoints) -> int:
     raise UsageError([str(error)]) from error
 
 
-def announce(plan: Sequence[RunStage], stage: RunStage, begun: Begun, step: int) -> None:
+def announce(
+  plan: Sequence[RunStage], stage: RunStage, begun: Begun, mesh: Mesh, step: int
+) -> None:
   """What begins, and how the optimizer treats each parameter, where nobody has said it before."""
-  before = plan[plan.index(stage) - 1] if stage is not plan[0] else None
-  begins = step + 1 == stage.first_step
-  if begins and (before is None or before.settings.optim != stage.settings.optim):
-    say(optimizer_table(begun.programs.abstract_state.params, stage.settings))
-  if before is not None:
+  place = plan.index(stage)
+  if place:
     say(f"Stage {stage.name}, steps {stage.first_step:,} to {stage.last_step:,}.")
+  say(describe(stage.settings, mesh))
+  optim, before = stage.settings.optim, plan[place - 1].settings.optim
+  if step + 1 == stage.first_step and (not place or optim != before):
+    say(optimizer_table(begun.programs.abstract_state.params, stage.settings))
   say(f"Continuing after step {step:,}." if step else "Starting from random weights.")
 
 

@@ -31,6 +31,7 @@ def scaled_flash(**mesh: int) -> Settings:
   config.data.update(slots=1024, batch_rows=32)
   config.mesh.update(**mesh)
   config.accumulation = 2
+  config.stages = ()
   return Settings.from_dict(config.to_dict())
 
 

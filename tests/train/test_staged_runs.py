@@ -12,6 +12,7 @@ import pytest
 from data.prepare.run import PrepareRequest, prepare
 from data.prepared import TOKENIZER
 from deepseek_jax.checkpoint import restore_step
+from deepseek_jax.optim.parts import PARTS
 from deepseek_jax.sharding import make_mesh
 from train import stages
 from train.errors import Exit
@@ -21,8 +22,9 @@ from train.programs import build_programs
 
 pytestmark = pytest.mark.slow
 
-# Four steps of 256 tokens, four of 512 in two pieces without indexers, four of longer rows.
+# Four steps of 256 tokens, four of 512 in two pieces that warm indexers up, four of longer rows.
 BORDERS = (4, 8)
+ALL_BUT_INDEXERS = tuple(part for part in PARTS if part != "indexer")
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +41,12 @@ def longer(prepared, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def changes(longer):
-  grown = {
+  warmup = {
     "data.batch_rows": 8,
     "accumulation": 2,
-    "objective.indexer": "off",
+    "objective.indexer": "dense",
     "optim.bias_speed": 0.0,
-    "optim.frozen": ("indexer",),
+    "optim.frozen": ALL_BUT_INDEXERS,
   }
   long = {
     "data.slots": 128,
@@ -57,7 +59,7 @@ def changes(longer):
     "model.numerics.main_fp4": True,
   }
   given = [
-    {"name": "grown", "tokens": 1000, "changes": grown},
+    {"name": "warmup", "tokens": 1000, "changes": warmup},
     {"name": "long", "tokens": 3072, "changes": long},
   ]
   return {
@@ -87,11 +89,10 @@ def stored(workdir, command, step, devices=1):
   return restore_step(workdir / "checkpoints" / str(step), wanted).items
 
 
-def parts(params):
-  """The leaves with "embed" and indexer parameters apart."""
-  flat = {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x)
-          for p, x in jax.tree.leaves_with_path(params)}  # fmt: skip
-  return flat
+def by_name(tree):
+  """Its arrays by their names."""
+  leaves = jax.tree.leaves_with_path(tree)
+  return {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x) for p, x in leaves}
 
 
 def test_stages_follow_one_another_in_one_folder(uninterrupted, runs):
@@ -101,27 +102,29 @@ def test_stages_follow_one_another_in_one_folder(uninterrupted, runs):
   assert np.diff([0, *(line["tokens"] for line in lines)]) == pytest.approx(
     [256] * 4 + [512] * 4 + [256] * 4, rel=0.1
   )
-  assert ["indexer_kl" in line for line in lines] == [True] * 4 + [False] * 4 + [True] * 4
+  assert all(line["grad_norm_attention"] == 0 < line["grad_norm_indexer"] for line in lines[4:8])
   assert all((workdir / "checkpoints" / str(step) / "manifest.json").exists() for step in BORDERS)
   assert output.count("Compiled in") == 3
-  assert "Stage grown, steps 5 to 8." in output and "Stage long, steps 9 to 12." in output
+  assert "Stage warmup, steps 5 to 8." in output and "Stage long, steps 9 to 12." in output
 
 
 def test_what_is_frozen_stays_bit_for_bit_and_has_no_state(uninterrupted, runs, changes):
   workdir, _ = uninterrupted
   command = runs.command(workdir, **changes)
   at = {step: stored(workdir, command, step) for step in (4, 8, 12)}
-  params = {step: parts(items["params"]) for step, items in at.items()}
+  params = {step: by_name(items["params"]) for step, items in at.items()}
   same = lambda a, b: {
     name for name in params[a] if np.array_equal(params[a][name], params[b][name])
   }
-  indexers = {name for name in params[4] if "/indexer/" in name}
-  assert indexers and same(4, 8) == indexers
+  assert same(4, 8) == {name for name in params[4] if "/indexer/" not in name}
   assert same(8, 12) == {name for name in params[4] if name == "embed" or name.endswith("/sink")}
-  state = {step: parts(items["optimizer"]) for step, items in at.items()}
-  assert not any("/indexer/" in name for name in state[8])
-  assert any("/indexer/" in name for name in state[12])
-  assert not any(name.endswith(("/embed", "/sink")) for name in state[12])
+  state = {step: by_name(items["optimizer"]) for step, items in at.items()}
+  of_parameters = lambda step: {n for n in state[step] if "layer_" in n or n.endswith("head")}
+  assert of_parameters(8) and all("/indexer/" in name for name in of_parameters(8))
+  assert of_parameters(12) == {name for name in of_parameters(4) if not name.endswith("/sink")}
+  assert not any(name.endswith("/embed") for name in state[12])
+  balance = [jax.tree.leaves(at[step]["router"]) for step in (4, 8)]
+  assert all(np.array_equal(a, b) for a, b in zip(*balance, strict=True))
 
 
 @pytest.mark.parametrize("step", [2, 6, 10])

@@ -167,7 +167,7 @@ def dense_divergence(
 
   def own(place, slots, rows, pieces, weights):
     del place, pieces, weights
-    return dense.divergence(*slots, rows, block_size)[None]
+    return dense.divergence(slots, rows, block_size)[None]
 
   support = Support(visible.begin_BQ, visible.end_BQ, pool_BQW)
   slots = q_BQIi, head_weights_BQI, teacher, support, counts_BQ

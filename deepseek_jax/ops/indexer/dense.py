@@ -37,13 +37,15 @@ class Support(NamedTuple):
   pool_BQW: jax.Array | None  # int32 blocks, -1 at the end; None: all visible entries
 
 
-def divergence(
-  q_BQIi, weights_BQI, teacher: Teacher, support: Support, counts_BQ, rows, block: int
-) -> jax.Array:
-  """Sum over counting queries, float32 []; `rows` are index keys, entries, and which cells exist.
+def divergence(slots, rows, block: int) -> jax.Array:
+  """Sum over counting queries, float32 [], as ops.indexer.dense_divergence.
 
-  As ops.indexer.dense_divergence.
+  Args:
+    slots: index queries, head weights, Teacher, Support, and which queries count.
+    rows: index keys, entries, and which cells have one.
+    block: entries of a pool block.
   """
+  q_BQIi, weights_BQI, teacher, support, counts_BQ = slots
   keys_BNi, entry_kv_BNd, exists_BN = rows
   body = functools.partial(
     _chunk,
