@@ -85,7 +85,7 @@ def problems(
     found += [f"Stage {name}: {said}" for said in new]
   if reads_data and (paths := _other_tokenizers([first, *(stage for _, stage in others)])):
     found.append(
-      f"data.paths of one run must have one tokenizer; {', '.join(paths)} have another than "
+      f"data.paths of one run must have one tokenizer; {', '.join(paths)} has another than "
       f"{first.data.paths[0]}."
     )
   return found or [*stages.order_problems(settings), *_schedule_problems(settings)]

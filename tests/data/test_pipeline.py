@@ -12,7 +12,14 @@ import pytest
 
 from data.config import DataConfig
 from data.errors import DataError
-from data.pipeline import Batch, Pipeline, open_pipeline, open_validation, validation_split
+from data.pipeline import (
+  Batch,
+  Pipeline,
+  open_pipeline,
+  open_validation,
+  rows_of_folders,
+  validation_split,
+)
 from data.prepare.run import prepare
 from data.source import RowSource
 from deepseek_jax.config import EngramConfig
@@ -138,6 +145,38 @@ def test_folders_are_mixed_by_weight(config_of, prepared, tmp_path):
   order = global_order(open_hosts(config_of(paths=paths, weights=(3.0, 1.0)), 2), 50)
   shares = Counter(record.rpartition("/")[0] for record in order)
   assert shares == {paths[0]: 150, paths[1]: 50}
+
+
+def test_a_later_stage_goes_on_in_every_folder_after_the_rows_of_the_first(
+  config_of, prepared, tmp_path
+):
+  """Its mixture, its batches and its hosts may be others."""
+  copy = str(shutil.copytree(prepared.folder, tmp_path / "copy"))
+  paths = (str(prepared.folder), copy)
+  first = config_of(paths=paths, weights=(3.0, 1.0))
+  before = global_order(open_hosts(first, 1), 10)
+  begin = rows_of_folders(first, 40)
+  in_copy = sum(record.startswith(copy) for record in before)
+  assert begin == (40 - in_copy, in_copy) and in_copy > 0
+  later = config_of(paths=paths, weights=(1.0, 2.0), batch_rows=6)
+  hosts = [
+    open_pipeline(later, ratios=(), engram=None, host=h, hosts=2, begin=begin) for h in range(2)
+  ]
+  after = global_order(hosts, 9)
+  for path in paths:
+    alone = global_order(open_hosts(config_of(paths=(path,)), 1), 20)
+    own = [record for record in before + after if record.startswith(path)]
+    assert own == alone[: len(own)]
+
+
+def test_a_position_belongs_to_the_stage_that_saved_it(config_of):
+  saved = open_pipeline(config_of(), ratios=(), engram=None, begin=(8,))
+  next(saved)
+  again = open_pipeline(config_of(), ratios=(), engram=None, begin=(8,))
+  again.restore(saved.state())
+  assert next(again).records == next(saved).records
+  with pytest.raises(DataError, match=r"begin = \[8\], but this run has \[4\]"):
+    open_pipeline(config_of(), ratios=(), engram=None, begin=(4,)).restore(saved.state())
 
 
 def test_folders_with_different_tokenizers_are_not_mixed(config_of, request_of, prepared, tmp_path):

@@ -2,10 +2,12 @@
 
 import dataclasses
 import itertools
+import shutil
 
 import pytest
 
 from configs.schema import Settings, Stage
+from data.prepared import save_prepared
 from deepseek_jax.optim.schedule import Span
 from train import checks, settings, stages
 from train.errors import UsageError
@@ -102,6 +104,20 @@ def test_problems_of_all_stages_come_at_once_and_those_of_the_run_only_once():
   said = checks.problems(bad, devices=1, reads_data=False)
   assert [sentence.partition(":")[0] for sentence in said[1:]] == ["Stage a", "Stage b"]
   assert said[0].startswith("optim.beta2")
+
+
+def test_all_stages_read_one_tokenizer(runs, prepared, tmp_path):
+  other = dataclasses.replace(
+    prepared, folder=shutil.copytree(prepared.folder, tmp_path / "other"), tokenizer_sha256="0" * 64
+  )
+  save_prepared(other)
+  later = [{"name": "later", "tokens": 600, "changes": {"data.paths": (str(other.folder),)}}]
+  with pytest.raises(UsageError) as caught:
+    runs.command(tmp_path / "run", stages=repr(later))
+  assert caught.value.problems == (
+    f"data.paths of one run must have one tokenizer; {other.folder} has another than "
+    f"{prepared.folder}.",
+  )
 
 
 def test_stages_begin_one_after_the_other_and_each_has_a_step():
