@@ -77,7 +77,7 @@ def split(grads):
   return [x for p, x in leaves if "indexer" in p], [x for p, x in leaves if "indexer" not in p]
 
 
-MODES = pytest.mark.parametrize("mode", ["sparse", "dense"])
+MODES = pytest.mark.parametrize("mode", ["sparse", pytest.param("dense", marks=pytest.mark.slow)])
 
 
 @MODES
@@ -101,6 +101,7 @@ def test_pieces_of_a_batch_add_up_to_it_for_indexers_and_for_all_else(mode):
     np.testing.assert_allclose(a + b, w, rtol=0, atol=1e-5 * np.abs(w).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "same"), [((1,), True), ((0, 2), False)])
 def test_the_two_losses_are_one_until_a_query_sees_more_than_it_chooses(rows, same):
   denominators = count(batch(), MODEL)
