@@ -17,6 +17,7 @@ from configs.schema import Stage
 def get_config() -> ml_collections.ConfigDict:
   """The configuration. `data.paths` is empty: a run names its own."""
   c = base.get_config()
+  c.model.indexer.pool_source = None  # the candidate pool comes in post-training (report 4.3)
   c.data.update(slots=65536, batch_rows=1536)  # 100.6 M tokens a step (report 4.2)
   # Eight chips share a row; six experts lie on a chip of each of the eight groups. A piece of the
   # step is one row for every eight chips.

@@ -91,8 +91,8 @@ def make_plan(cfg: ModelConfig) -> dict[str, Any]:
       for shards in plan_cost.SHARDS
     },
   }
-  if cfg == flash():
-    plan["claims"] = [claim._asdict() for claim in claims(cfg)]
+  if cfg.tree() == flash().tree():  # as it is served, whatever a stage switches off
+    plan["claims"] = [claim._asdict() for claim in claims(flash())]
   return plan
 
 
