@@ -22,8 +22,10 @@ def update(balance: dict, layers: dict, speed: float) -> dict:
   Args:
     balance: {"bias", "bias_vl"} of each layer under "moe", float32 [E].
     layers: LayerAux per layer, summed over the step; nested like balance.
-    speed: absolute change per step.
+    speed: absolute change per step; at 0 the biases stay as they are, to the bit.
   """
+  if not speed:  # centring again would still move their last bits
+    return balance
 
   def layer(aux: LayerAux, biases: dict) -> dict:
     moe = biases["moe"]

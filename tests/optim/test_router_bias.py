@@ -42,6 +42,13 @@ def test_a_modality_without_tokens_keeps_its_bias_bit_for_bit():
   assert abs(after["layer_0"]["moe"]["bias"].mean()) < 1e-7
 
 
+def test_speed_0_leaves_biases_as_they_are_bit_for_bit():
+  before = {"layer_0": biases(4, value=0.1)}
+  after = router_bias.update(before, {"layer_0": aux([1, 2, 3, 4], [4, 0, 0, 0])}, 0.0)
+  for name, bias in after["layer_0"]["moe"].items():
+    np.testing.assert_array_equal(bias, before["layer_0"]["moe"][name])
+
+
 def test_layers_of_a_repeated_group_are_balanced_one_by_one():
   layers = {"layers_2_5": {"layer_0": aux([[4, 0], [0, 4]], [[0, 0], [0, 0]])}}
   got = router_bias.update({"layers_2_5": {"layer_0": biases(2, 2)}}, layers, 0.001)
