@@ -109,7 +109,8 @@ def test_the_two_losses_are_one_until_a_query_sees_more_than_it_chooses(rows, sa
     split(gradients(mode)(np.float32(1.0), batch(rows), denominators))[0]
     for mode in ("sparse", "dense")
   )
-  close = lambda a, b: np.allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+  # Teacher and student are nearly alike at the start, so their difference loses digits.
+  close = lambda a, b: np.allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max())
   assert all(close(a, b) for a, b in zip(sparse, dense, strict=True)) == same
 
 

@@ -14,10 +14,10 @@ from data.prepared import TOKENIZER
 from deepseek_jax.checkpoint import restore_step
 from deepseek_jax.optim.parts import PARTS
 from deepseek_jax.sharding import make_mesh
+from tests.train.several import MODEL, run
 from train import stages
 from train.errors import Exit
 from train.loop import state_items
-from train.pretrain import pretrain
 from train.programs import build_programs
 
 pytestmark = pytest.mark.slow
@@ -165,24 +165,25 @@ def test_a_border_that_is_a_checkpoint_anyway_is_saved_once(runs, changes, tmp_p
   assert saved == [4, 8, 12]
 
 
-def test_a_mesh_may_change_between_stages(runs, tmp_path):
-  """Losses are those of one device all along."""
-  mesh = {"mesh.fsdp": 2, "mesh.context": 2}
+def test_mesh_and_frozen_parameters_change_alike_in_one_process_and_in_two(runs, tmp_path):
+  """One device all along; four devices in two processes, which share rows after the border."""
   found = {}
-  for devices, own in ((4, mesh), (1, {})):
-    given = [{"name": "later", "tokens": 512, "changes": {"data.batch_rows": 8, **own}}]
-    first = {"mesh__fsdp": devices} if devices > 1 else {}
-    workdir = tmp_path / str(devices)
-    command = runs.command(
-      workdir,
-      devices=devices,
-      stages=repr(given),
-      total_steps=4,
-      validation__every_steps=0,
-      **first,
-    )
-    assert pretrain(command, jax.devices()[:devices]) is Exit.DONE
-    found[devices] = runs.lines(workdir)
-  for one, four in zip(found[1], found[4], strict=True):
-    assert one["tokens"] == four["tokens"]
-    assert one["loss"] == pytest.approx(four["loss"], rel=1e-4)
+  for count, devices in ((1, 1), (2, 4)):
+    cut = {"mesh.fsdp": 2, "mesh.context": 2} if devices > 1 else {}
+    later = {"data.batch_rows": 8, "optim.frozen": (), **cut}
+    given = {
+      "stages": repr([{"name": "later", "tokens": 512, "changes": later}]),
+      "optim__frozen": "attention,embed",
+      "mesh__fsdp": devices,
+      "total_steps": 4,
+      "validation__every_steps": 0,
+    }
+    workdir = tmp_path / str(count) / "run"
+    command = ("-m", "train", "pretrain", *runs.argv(workdir, **(MODEL | given)))
+    codes, outputs = run(workdir.parent, count, command, devices)
+    assert codes == [Exit.DONE] * count, outputs
+    found[count] = runs.lines(workdir)
+  for one, two in zip(found[1], found[2], strict=True):
+    assert one["tokens"] == two["tokens"]
+    assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+    assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)

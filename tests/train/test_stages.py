@@ -11,6 +11,8 @@ from data.prepared import save_prepared
 from deepseek_jax.optim.schedule import Span
 from train import checks, settings, stages
 from train.errors import UsageError
+from train.optimizer_table import optimizer_table
+from train.programs import parameter_shapes
 from train.stage_table import stage_table
 
 # Steps of 256 tokens, then of 512, then of two rows of 128.
@@ -180,6 +182,13 @@ def test_the_table_has_a_line_for_each_stage_with_what_changes():
   assert columns(late)[6:8] == ["off", "off"]
   words = columns(start)
   assert words[5] == "0.0015 - 0.003" and words[7:9] == ["layer 3", "float32 / FP8 / float32"]
+
+
+def test_the_optimizers_table_shows_what_is_frozen():
+  found = nano(optim__frozen="attn/indexer/wk,embed")
+  table = optimizer_table(parameter_shapes(found), found).splitlines()
+  still = [line.split()[0] for line in table if line.split()[2] == "frozen"]
+  assert still == ["attn/indexer/wk", "embed"]
 
 
 def test_every_switch_that_a_stage_may_set_leaves_the_parameters_as_they_are():
