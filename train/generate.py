@@ -225,6 +225,7 @@ def write(trained: Trained, request: Request) -> Iterator[str]:
     request.sampling,
     max_new_tokens=request.max_new_tokens,
     end=prepared.eos,
+    vocab=prepared.vocab,
     exact=request.exact,
   )
   alone = request.samples == 1

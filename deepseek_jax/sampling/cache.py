@@ -6,7 +6,7 @@ back.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,9 @@ class LayerMemory(NamedTuple):
   """What a layer keeps; None for what it does not have."""
 
   window: Stored  # [B, W, ...], the row of position p lies at p mod W
-  entries: Stored | None  # [B, N, ...] of a KV source
-  keys: Stored | None  # [B, N, ...] of its indexer
-  pending: tuple[jax.Array, jax.Array] | None  # float32 [B, m-1, d] rows of an unfinished group
+  entries: Any  # Stored [B, N, ...] of a KV source
+  keys: Any  # Stored [B, N, ...] of its indexer
+  pending: Any  # two of float32 [B, m-1, d], the compressor's rows of an unfinished group
 
 
 class Cache(NamedTuple):
@@ -37,7 +37,7 @@ class Cache(NamedTuple):
 
 
 def decoding_config(cfg: ModelConfig, *, packed: bool) -> ModelConfig:
-  """The configuration to decode with: a subtree per layer, and rounding as a packed cache has it."""
+  """The configuration to decode with: a subtree per layer, and all that a packed cache rounds."""
   numerics = cfg.numerics
   if packed:
     numerics = dataclasses.replace(numerics, window_fp8=True, main_fp4=True, indexer_fp4=True)

@@ -1,15 +1,12 @@
-"""From logits to a token: temperature, nucleus, and random numbers that belong to a place in a text.
+"""From logits to a token: temperature, nucleus, and random numbers that belong to a place.
 
 Legend: B sequences, V vocabulary.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "top_p"))
 def choose_token(
   logits_BV: jax.Array,
   seed: jax.typing.ArrayLike,
@@ -34,7 +31,11 @@ def choose_token(
   """
   if temperature == 0:
     return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+  return _draw(logits_BV, seed, sequence_B, position_B, temperature, top_p)
 
+
+@jax.jit
+def _draw(logits_BV, seed, sequence_B, position_B, temperature, top_p):
   def one(logits_V, sequence, position):
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sequence), position)
     ids_V = jnp.argsort(-logits_V, stable=True)

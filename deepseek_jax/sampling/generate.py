@@ -27,6 +27,7 @@ def generate(
   *,
   max_new_tokens: int,
   end: int | None = None,
+  vocab: int | None = None,
   numbers: Sequence[int] | None = None,
   exact: bool = False,
 ) -> Iterator[list[int | None]]:
@@ -35,6 +36,7 @@ def generate(
   Args:
     prompts: int32 tokens, none empty.
     end: token that ends a text; it is given out too.
+    vocab: tokens from this id on are never drawn; None allows all that the model has.
     numbers: of the texts, for their random numbers; None counts from 0.
     exact: see Sampler.prefill.
 
@@ -43,15 +45,12 @@ def generate(
   length_B = np.array([len(prompt) for prompt in prompts], np.int32)
   number_B = np.arange(len(prompts)) if numbers is None else np.asarray(numbers)
   cache = sampler.new_cache(len(prompts), int(length_B.max()) + max_new_tokens)
+  cache, logits_BV = sampler.prefill(cache, prompts, exact=exact)
   active_B = np.ones(len(prompts), bool)
   for count in range(max_new_tokens):
-    if count == 0:
-      cache, logits_BV = sampler.prefill(cache, prompts, exact=exact)
-    else:
-      cache, logits_BV = sampler.step(cache, tokens_B, active_B)
     tokens_B = np.asarray(
       choose_token(
-        logits_BV,
+        logits_BV[:, :vocab],
         sampling.seed,
         number_B,
         length_B + count,
@@ -61,5 +60,6 @@ def generate(
     )
     yield [int(t) if active else None for t, active in zip(tokens_B, active_B, strict=True)]
     active_B = active_B & (tokens_B != end)
-    if not active_B.any():
+    if not active_B.any() or count == max_new_tokens - 1:
       return
+    cache, logits_BV = sampler.step(cache, tokens_B, active_B)

@@ -102,11 +102,11 @@ def put_entries(
   if m == 1:
     latent_BEd = compressor(x_BCD, entries)
   else:
-    new = compressor.rows(x_BCD)
-    rows = [jnp.concatenate(pair, axis=1) for pair in zip(memory.pending, new, strict=True)]
-    latent_BEd = compressor.merge(*rows, entries, x_BCD.dtype)
+    pairs = zip(memory.pending, compressor.rows(x_BCD), strict=True)
+    a_BXd, z_BXd = (jnp.concatenate(pair, axis=1) for pair in pairs)
+    latent_BEd = compressor.merge(a_BXd, z_BXd, entries, x_BCD.dtype)
     last_BX = here.count_B[:, None] + jnp.arange(m - 1)
-    memory = memory._replace(pending=take(tuple(rows), last_BX))
+    memory = memory._replace(pending=take((a_BXd, z_BXd), last_BX))
   kv_BEd, keys_BEi = attention.entries(latent_BEd, entries)
   kv, keys = formats.main.write(kv_BEd), formats.index.write(keys_BEi)
   attention.tap("attn.compressed_kv", formats.main.read(kv))

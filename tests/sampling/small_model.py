@@ -13,7 +13,7 @@ from flax import linen as nn
 from configs import nano
 from deepseek_jax.config import ModelConfig, NumericsConfig
 from deepseek_jax.layout import Document, Layout, build_layout, stack_layouts
-from deepseek_jax.model import Model, logits
+from deepseek_jax.model import Model
 from deepseek_jax.ngram import NgramHash
 from deepseek_jax.sampling.sampler import Sampler
 
@@ -88,3 +88,25 @@ def assert_close(got, want, what="", tolerance=TOLERANCE):
   assert np.isfinite(got).all(), what
   error, largest = np.abs(got - want).max(), np.abs(want).max()
   assert error <= tolerance * largest, f"{what}: {error} of {largest}"
+
+
+def with_copies(sequences, hits) -> Layout:
+  """Rows in which the window of tokens before each hit stands a second time, right before it.
+
+  Written out slot by slot: a copy sees nothing before the first copy, makes no entry, and sees the
+  entries that its original sees. Hits are even, so that pairs and pool blocks end with them.
+  """
+  pairs = list(zip(sequences, hits, strict=True))
+  rows = layout_of(*[np.concatenate([tokens[:hit], tokens[hit - W :]]) for tokens, hit in pairs])
+  for b, (tokens, hit) in enumerate(pairs):
+    slots, end = np.arange(hit, hit + W), len(tokens) + W
+    rows.is_copy[b, slots] = True
+    rows.positions[b, hit:end] = np.arange(hit - W, len(tokens))
+    rows.segment_start[b, hit:end] = hit
+    whole = HASHING.rows(tokens)
+    rows.engram_rows[b, hit:end] = whole[hit - W :]
+    for m in CFG.ratios:
+      rows.entry_slots[m][b, hit // m : (hit + W) // m] = -1
+      rows.entry_end[m][b, slots] = (np.arange(hit - W, hit) + 1) // m
+      rows.decoder_entry_end[m][b] = rows.entry_end[m][b]
+  return rows

@@ -1,0 +1,137 @@
+"""`python -m train generate` on a run folder with random weights."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from deepseek_jax.checkpoint import Checkpoints
+from deepseek_jax.model import Model
+from tests.train.conftest import ROOT, VOCAB
+from train import generate, settings
+from train.__main__ import main
+from train.batches import empty_row
+from train.errors import Exit
+
+SHORT = ("--max-new-tokens", "12")
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory):
+  """A run folder as a run leaves it, at step 7."""
+  folder = tmp_path_factory.mktemp("trained")
+  arguments = [f"--config={ROOT}/configs/nano.py", f"--workdir={folder}"]
+  vocab = {"model.vocab": VOCAB, "model.engram.compressed_vocab": VOCAB}
+  overrides = {"data.paths": prepared.folder} | vocab
+  arguments += [f"--config.{key}={value}" for key, value in overrides.items()]
+  chosen = settings.parse(arguments, devices=1).settings
+  (folder / "config.json").write_text(settings.resolved_json(chosen))
+  init = lambda key: nn.unbox(Model(chosen.model).init(key, empty_row(chosen)))
+  rng = np.random.default_rng(0)
+  draw = lambda leaf: np.float32((leaf.ndim == 1) + 0.3 * rng.normal(size=leaf.shape))
+  variables = jax.tree.map(draw, jax.eval_shape(init, jax.random.key(0)))
+  variables = jax.device_put(variables, jax.devices()[0])
+  checkpoints = Checkpoints(folder / "checkpoints")
+  items = {"params": variables["params"], "router": variables["balance"]}
+  checkpoints.save(7, items, {}, {})
+  checkpoints.close()
+  return folder
+
+
+def write(capsys, folder, *words):
+  assert main(["generate", "--checkpoint", str(folder), "--prompt", "router", *words]) == Exit.DONE
+  return capsys.readouterr().out
+
+
+def test_a_seed_gives_one_text_and_another_seed_another(trained, capsys):
+  first = write(capsys, trained, *SHORT)
+  assert len(first) > 3 and first.endswith("\n")
+  assert write(capsys, trained, *SHORT, "--seed=0", "--step=7") == first
+  assert write(capsys, trained, *SHORT, "--seed=1") != first
+
+
+@pytest.mark.slow
+def test_a_text_does_not_depend_on_those_beside_it(trained, capsys):
+  alone = write(capsys, trained, *SHORT)
+  three = write(capsys, trained, *SHORT, "--samples=3")
+  texts = three.removesuffix("\n").split("--- ")[1:]
+  assert texts[0].removeprefix("0\n") == alone
+  assert len({text[2:] for text in texts}) == 3
+  plain = write(capsys, trained, *SHORT, "--cache=plain", "--exact")
+  assert plain.endswith("\n")
+
+
+@pytest.mark.parametrize(
+  ("words", "sentences"),
+  [
+    ([], ["--checkpoint is missing.", "--prompt is missing."]),
+    (["--promt=a"], ["--promt is not an argument; the nearest is --prompt."]),
+    (["--config.seed=1"], ["--config.seed is not an argument"]),
+    (["--temperature=-1"], ["--temperature must be at least 0.0, got -1.0."]),
+    (["--top-p=0"], ["--top-p must be more than 0 and at most 1.0, got 0.0."]),
+    (["--samples=x"], ["--samples must be an integer, got 'x'."]),
+    (["--max-new-tokens=0"], ["--max-new-tokens must be at least 1, got 0."]),
+    (["--cache=fp8"], ["--cache is 'fp8', accepted are packed and plain."]),
+  ],
+)
+def test_every_problem_of_the_arguments_is_one_sentence(words, sentences, capsys):
+  assert main(["generate", *words]) == Exit.USAGE
+  error = capsys.readouterr().err
+  assert all(sentence in error for sentence in sentences)
+  assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+  ("change", "words", "sentence"),
+  [
+    (lambda f: shutil.rmtree(f), (), "is no folder of a run"),
+    (lambda f: (f / "config.json").write_text("{"), (), "config.json cannot be read"),
+    (lambda f: shutil.rmtree(f / "checkpoints"), (), "has no complete checkpoint."),
+    (lambda f: None, ("--step=3",), "--step is 3, the complete checkpoints of"),
+    (lambda f: None, ("--data=nowhere",), "There is no tokenizer: nowhere is no folder"),
+    (lambda f: damage(f), (), "cannot be used"),
+    (lambda f: widen(f), (), "do not fit the configuration"),
+    (lambda f: shrink(f), (), "the model's vocabulary 64."),
+  ],
+)
+def test_what_is_missing_or_damaged_is_one_sentence(
+  change, words, sentence, trained, tmp_path, capsys
+):
+  folder = shutil.copytree(trained, tmp_path / "run")
+  change(folder)
+  arguments = ["--checkpoint", str(folder), "--prompt", "a", *words]
+  assert main(["generate", *arguments]) == Exit.USAGE
+  error = capsys.readouterr().err
+  assert sentence in error
+  assert "Traceback" not in error
+
+
+def damage(folder):
+  files = [p for p in (folder / "checkpoints" / "7").rglob("*") if p.is_file()]
+  largest = max(files, key=lambda p: p.stat().st_size)
+  content = bytearray(largest.read_bytes())
+  content[len(content) // 2] ^= 1
+  largest.write_bytes(content)
+
+
+def change_model(folder, **values):
+  config = json.loads((folder / "config.json").read_text())
+  config["model"] |= values
+  (folder / "config.json").write_text(json.dumps(config))
+
+
+def widen(folder):
+  change_model(folder, dim=64)
+
+
+def shrink(folder):
+  change_model(folder, vocab=64)
+
+
+def test_text_that_spells_a_special_token_stays_text(trained):
+  loaded = generate.load(generate.parse(["--checkpoint", str(trained), "--prompt", "a"]))
+  ids = loaded.tokenizer.encode("<｜end▁of▁sentence｜>", add_special_tokens=False).ids
+  assert loaded.prepared.eos not in ids and len(ids) > 1
