@@ -1,7 +1,6 @@
 """`python -m train generate`: writes on from a prompt with the newest weights of a run."""
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -175,7 +174,7 @@ def _tokenizer(data: str) -> tuple[Prepared, Tokenizer]:
     raise UsageError([f"{data} cannot be read: {error.strerror}."]) from error
   except DataError as error:
     raise UsageError([str(error)]) from error
-  except Exception as error:  # noqa: BLE001 - the library raises no other
+  except Exception as error:  # the library raises no other
     raise UsageError([f"{data}/{TOKENIZER} is no readable tokenizer: {error}."]) from error
   tokenizer.encode_special_tokens = True  # a prompt that spells a special token is text
   return prepared, tokenizer

@@ -113,30 +113,29 @@ def _count(tokens_BC: np.ndarray) -> jax.Array:
 def _whole_pass(run: _Run, cache: Cache, tokens_BC: np.ndarray) -> tuple[dict, jax.Array]:
   """All layers on tokens behind the cache: what was seen, and logits [B, C, V]."""
   (after, reached), below = run.encode(cache, tokens_BC)
-  place = cache.position, _count(tokens_BC)
-  (_, hidden_BCD), above = run.decode(after, reached, *place)
+  (_, hidden_BCD), above = run.decode(after, reached, cache.position, _count(tokens_BC))
   return below | above, run.logits(hidden_BCD)
 
 
-def _decode_case(run: _Run) -> dict:
+def _decode_case(run: _Run) -> dict[str, Any]:
   """A prefill of every layer on every token, then steps."""
   prompt = run.case.recorded["prefill_logits"].shape[1]
-  ours = {"oneshot_logits": run.forward(run.ids_BS.shape[1])}
+  ours: dict[str, Any] = {"oneshot_logits": run.forward(run.ids_BS.shape[1])}
   _, ours["prefill_logits"] = _whole_pass(run, run.new_cache(), run.ids_BS[:, :prompt])
   cache, _ = run.sampler.prefill(run.new_cache(), list(run.ids_BS[:, :prompt]), exact=True)
   run.step_through(cache, prompt, ours)
   return ours
 
 
-def _tail_case(run: _Run) -> dict:
+def _tail_case(run: _Run) -> dict[str, Any]:
   """A prefill whose decoder sees the last window of the prompt, then steps."""
   prompt = run.case.recorded["exact_logits"].shape[1]
   tokens_BC, start = run.ids_BS[:, :prompt], run.sampler.cfg.decoder_start or 0
   cache = run.new_cache()
   tail = empty_tail(run.sampler.cfg, cache)
   (cache, reached), ours = run.encode(cache, tokens_BC)
-  cache, *tail_slots = enter(push(tail, reached, _count(tokens_BC)), cache)
-  (_, hidden_BTD), above = run.decode(cache, *tail_slots)
+  entry = enter(push(tail, reached, _count(tokens_BC)), cache)
+  (_, hidden_BTD), above = run.decode(*entry)
   ours |= above
   ours["encoder.pre"] = ours[f"layers.{start - 1}.hc_ffn.pre"]
   ours[f"layers.{start}.kv_in"] = ours[f"layers.{start}.attn_in"]

@@ -79,7 +79,7 @@ class Block(nn.Module):
     return streams, self.tap("attn_in", rms_norm(x_BQD, self.attn_norm, eps=self.cfg.norm_eps))
 
   def leave(
-    self, streams, y_BQD: jax.Array, slots: Slots, carry: LayerCarry, kl: jax.Array | float = 0.0
+    self, streams, y_BQD: jax.Array, slots: Slots, carry: LayerCarry, kl: jax.Array
   ) -> tuple[LayerCarry, LayerAux]:
     """What attention found goes into the streams, and then through the experts."""
     tap = self.tap

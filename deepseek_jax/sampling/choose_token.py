@@ -10,8 +10,8 @@ import jax.numpy as jnp
 def choose_token(
   logits_BV: jax.Array,
   seed: jax.typing.ArrayLike,
-  sequence_B: jax.Array,
-  position_B: jax.Array,
+  sequence_B: jax.typing.ArrayLike,
+  position_B: jax.typing.ArrayLike,
   *,
   temperature: float = 1.0,
   top_p: float = 1.0,

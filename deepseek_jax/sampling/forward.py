@@ -82,7 +82,7 @@ class CachedModel(Model):
     rows_BTLR = reached.engram_rows_BTLR
     here = new_pass(self.cfg, first_B, count_B, cache.decoder_start, rows_BTLR)
     blocks, start, memories = self._blocks(), self._start(), list(cache.layers)
-    carry = LayerCarry(*(None for _ in LayerCarry._fields))
+    carry = LayerCarry._make(None for _ in LayerCarry._fields)
     entered = reached.streams_BTcD, reached.x_BTD
     carry = self._layer(blocks[start], *entered, here, memories, carry, entries_there=True)
     for block in blocks[start + 1 :]:
@@ -119,7 +119,7 @@ class CachedModel(Model):
     y_BCD, memories[spec.layer], carry = attend(
       block.attn, self._formats(), x_BCD, here, memories[spec.layer], source, carry
     )
-    return block.leave(streams, y_BCD, here.slots, carry)[0]
+    return block.leave(streams, y_BCD, here.slots, carry, jnp.zeros(()))[0]
 
   def _remember(self, block: Block, x_BCD, here: Pass, memories, write: bool) -> None:
     if block.spec.kind == "full":

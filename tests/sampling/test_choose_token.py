@@ -4,7 +4,7 @@ import numpy as np
 
 from deepseek_jax.sampling.choose_token import choose_token
 
-V = 6
+V, COUNT = 6, 8000
 LOGITS_V = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.15, 0.05], np.float32))
 
 
@@ -18,23 +18,23 @@ def shares(tokens):
 
 
 def test_tokens_come_with_their_probability():
-  np.testing.assert_allclose(shares(draws(20_000)), np.exp(LOGITS_V), atol=0.015)
+  np.testing.assert_allclose(shares(draws(COUNT)), np.exp(LOGITS_V), atol=0.02)
   warm = np.exp(LOGITS_V / 2) / np.exp(LOGITS_V / 2).sum()
-  np.testing.assert_allclose(shares(draws(20_000, temperature=2.0)), warm, atol=0.015)
+  np.testing.assert_allclose(shares(draws(COUNT, temperature=2.0)), warm, atol=0.02)
 
 
 def test_the_nucleus_is_the_smallest_set_with_that_probability():
   # 0.4 + 0.25 reach 0.65, which is not more than is asked for; 0.66 needs the next.
-  np.testing.assert_allclose(shares(draws(4000, top_p=0.649))[[1, 3]].sum(), 1)
-  kept = shares(draws(20_000, top_p=0.66))
-  np.testing.assert_allclose(kept[[1, 3, 4]], np.array([0.4, 0.25, 0.15]) / 0.8, atol=0.015)
+  np.testing.assert_allclose(shares(draws(COUNT, top_p=0.649))[[1, 3]].sum(), 1)
+  kept = shares(draws(COUNT, top_p=0.66))
+  np.testing.assert_allclose(kept[[1, 3, 4]], np.array([0.4, 0.25, 0.15]) / 0.8, atol=0.02)
   assert kept[[0, 2, 5]].sum() == 0
-  assert set(draws(100, top_p=1e-6)) == {1}
+  assert set(draws(COUNT, top_p=1e-6)) == {1}
 
 
 def test_no_temperature_takes_the_likeliest_and_of_equals_the_lowest():
-  assert set(draws(50, temperature=0)) == {1}
-  assert set(draws(50, np.zeros(V, np.float32), temperature=0)) == {0}
+  assert set(draws(COUNT, temperature=0)) == {1}
+  assert set(draws(COUNT, np.zeros(V, np.float32), temperature=0)) == {0}
 
 
 def test_a_draw_depends_on_seed_text_and_position_and_not_on_its_neighbours():
@@ -52,6 +52,5 @@ def test_a_draw_depends_on_seed_text_and_position_and_not_on_its_neighbours():
     choose_token(same, 2, zeros, count),
   ):
     assert len(set(np.asarray(other).tolist())) > 3
-  assert (
-    np.asarray(choose_token(same, 1, zeros, count)) != choose_token(same, 2, zeros, count)
-  ).any()
+  seeds = [np.asarray(choose_token(same, seed, zeros, count)) for seed in (1, 2)]
+  assert (seeds[0] != seeds[1]).any()

@@ -69,7 +69,7 @@ def test_early_exit_is_the_forward_whose_decoder_starts_a_window_before_the_end(
   starts = [n - W for n in prompts]
   assert_same(got, small.forward(with_early_exit(layout_of(A, C), starts)), prompts)
   exact = small.forward(layout_of(A, C))
-  assert np.abs(got[0, 28] - exact[0, 28]).max() > 1e-3 * np.abs(exact).max()
+  assert np.abs(got[0, 28] - exact[0, 28]).max() > 1e-4 * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 32])
@@ -77,7 +77,7 @@ def test_chunks_of_any_size_give_the_same(small, chunk):
   sampler = Sampler(CFG, small.variables, HASHING, packed=False, chunk=chunk)
   prompts = 29, 14
   want = small.forward(with_early_exit(layout_of(A, C), [n - W for n in prompts]))
-  cache, last_BV = sampler.prefill(sampler.new_cache(2, S), parts((0, 0), prompts))
+  _, last_BV = sampler.prefill(sampler.new_cache(2, S), parts((0, 0), prompts))
   assert_close(last_BV, [want[0, 28], want[1, 13]])
 
 
@@ -108,7 +108,8 @@ def test_a_prefix_without_windows_goes_on_as_a_layout_with_copies_says(small, pr
   layout = with_copies((A, C), hits)
   want = small.forward(with_early_exit(layout, prompts))  # slots: W copies, minus the window
   assert_same(got, want, prompts, shift=W)
-  assert np.abs(got[0, 30] - small.forward(layout_of(A, C))[0, 30]).max() > 1e-3
+  exact = small.forward(layout_of(A, C))
+  assert np.abs(got[0, 30] - exact[0, 30]).max() > 1e-4 * np.abs(exact).max()
 
 
 def test_a_prefix_up_to_the_window_is_refused(small):
