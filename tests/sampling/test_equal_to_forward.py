@@ -72,7 +72,8 @@ def test_early_exit_is_the_forward_whose_decoder_starts_a_window_before_the_end(
   assert np.abs(got[0, 28] - exact[0, 28]).max() > 1e-4 * np.abs(exact).max()
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 32])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 7, 32])
 def test_chunks_of_any_size_give_the_same(small, chunk):
   sampler = Sampler(CFG, small.variables, HASHING, packed=False, chunk=chunk)
   prompts = 29, 14
@@ -96,7 +97,7 @@ def test_a_prompt_in_two_parts_is_the_prompt(small):
   assert_same(decode_all(small.sampler, cache, last_BV, prompts), want, prompts)
 
 
-@pytest.mark.parametrize("prompts", [(25, 30), (21, 15)], ids=str)
+@pytest.mark.parametrize("prompts", [(25, 30), (26, 15)], ids=str)
 def test_a_prefix_without_windows_goes_on_as_a_layout_with_copies_says(small, prompts):
   """Inputs shorter and longer than the window; the copies see nothing before them."""
   hits = 20, 14
