@@ -79,6 +79,12 @@ def empty_cache(cfg: ModelConfig, *, rows: int, capacity: int, packed: bool) -> 
   return Cache(tuple(layers), start(), start(), start(), recent)
 
 
+def capacity(cfg: ModelConfig, cache: Cache) -> int | None:
+  """Tokens that a sequence may come to; None where windows are all that is kept."""
+  sources = [s for s in cfg.schedule() if s.kind == "full"]
+  return min((s.ratio * cache.layers[s.layer].entries[0].shape[1] for s in sources), default=None)
+
+
 def bytes_per_token(cfg: ModelConfig, *, capacity: int, packed: bool = True) -> float:
   """Bytes that a token adds to the cache, from the sizes of its arrays; nothing is allocated."""
   cfg = decoding_config(cfg, packed=packed)

@@ -16,7 +16,7 @@ from deepseek_jax.config import ModelConfig
 from deepseek_jax.model import logits
 from deepseek_jax.ngram import NgramHash
 from deepseek_jax.ops.table_lookup import take_own
-from deepseek_jax.sampling.cache import NO_TOKEN, Cache, decoding_config, empty_cache
+from deepseek_jax.sampling.cache import NO_TOKEN, Cache, capacity, decoding_config, empty_cache
 from deepseek_jax.sampling.forward import CachedModel
 from deepseek_jax.sampling.prefill import Tail, empty_tail, enter, push
 from deepseek_jax.types import ModelOutput
@@ -65,7 +65,9 @@ class Sampler:
       exact: every token goes through every layer; otherwise the decoder sees the last window.
 
     Returns: the cache, and float32 [B, V] logits of each sequence's last token.
+    Raises: ValueError for an empty prompt, and where the cache has no room.
     """
+    _check_prompts(self.cfg, cache, prompts)
     return self._run(cache, [(prompts, True)], exact)
 
   def resume(
@@ -84,9 +86,15 @@ class Sampler:
     Args:
       held: the tokens that the cache holds, more than a window of each sequence.
 
-    Raises: ValueError for fewer: those are better computed anew.
+    Raises: ValueError for fewer: those are better computed anew; for tokens of another number than
+      the cache holds; and as prefill does.
     """
     window = self.cfg.attention.window
+    _check_prompts(self.cfg, cache, prompts)
+    if (counts := [len(tokens) for tokens in held]) != (
+      here := np.asarray(cache.position).tolist()
+    ):
+      raise ValueError(f"held has sequences of {counts} tokens, the cache of {here}.")
     if short := [len(tokens) for tokens in held if len(tokens) <= window]:
       raise ValueError(f"held has sequences of {short} tokens, accepted are more than {window}.")
     copies = [tokens[-window:] for tokens in held]
@@ -107,10 +115,14 @@ class Sampler:
     return (cache, last_BV) if exact else self._enter(self._variables, cache, tail)
 
   def step(self, cache: Cache, tokens_B: np.ndarray, active_B: np.ndarray):
-    """Appends a token to each active sequence: the cache (consumed), and logits [B, V] float32."""
-    tokens_B1 = np.asarray(tokens_B, np.int32)[:, None]
+    """Appends a token to each active sequence: the cache (consumed), and logits [B, V] float32.
+
+    Raises: ValueError where the cache has no room.
+    """
+    tokens_B1, count_B = np.asarray(tokens_B, np.int32)[:, None], np.asarray(active_B, np.int32)
+    _check_room(self.cfg, cache, count_B)
     rows = self.engram_rows(cache, tokens_B1)
-    return self._extend(self._variables, cache, tokens_B1, rows, np.asarray(active_B, np.int32))
+    return self._extend(self._variables, cache, tokens_B1, rows, count_B, write=True)
 
   def engram_rows(self, cache: Cache, tokens_BC: np.ndarray) -> np.ndarray:
     """int32 [B, C, L, R] rows that the tokens read behind those that the cache remembers."""
@@ -169,6 +181,19 @@ def _chunks(tokens: Sequence[np.ndarray], chunk: int):
   length_B = np.array([len(own) for own in tokens], np.int32)
   for start in range(0, padded_BX.shape[1], width):
     yield padded_BX[:, start : start + width], np.clip(length_B - start, 0, width)
+
+
+def _check_prompts(cfg: ModelConfig, cache: Cache, prompts: Sequence[np.ndarray]) -> None:
+  if empty := [number for number, tokens in enumerate(prompts) if not len(tokens)]:
+    raise ValueError(f"prompts {empty} are empty, accepted is one token and more.")
+  _check_room(cfg, cache, [len(tokens) for tokens in prompts])
+
+
+def _check_room(cfg: ModelConfig, cache: Cache, new_B: Sequence[int] | np.ndarray) -> None:
+  ends = np.asarray(cache.position) + new_B
+  room = capacity(cfg, cache)
+  if room is not None and ends.max() > room:
+    raise ValueError(f"the cache has room for {room} tokens, {ends.max()} are needed.")
 
 
 def _at_copies(cache: Cache, held: Sequence[np.ndarray], window: int) -> Cache:

@@ -1,5 +1,6 @@
 """What comes out of prefill and decode is what one forward of the trained model gives."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -113,9 +114,20 @@ def test_a_prefix_without_windows_goes_on_as_a_layout_with_copies_says(small, pr
   assert np.abs(got[0, 30] - exact[0, 30]).max() > 1e-4 * np.abs(exact).max()
 
 
-def test_a_prefix_up_to_the_window_is_refused(small):
+def test_what_a_cache_cannot_do_is_refused_before_it_is_touched(small):
+  sampler, new = small.sampler, [A[:1], C[:1]]
+  cache = sampler.new_cache(2, S)
+  with pytest.raises(ValueError, match=f"room for {S} tokens, {S + 1} are needed"):
+    sampler.prefill(cache, [np.zeros(S + 1, np.int32), C])
+  with pytest.raises(ValueError, match=r"prompts \[1\] are empty"):
+    sampler.prefill(cache, [A, C[:0]])
+  with pytest.raises(ValueError, match=r"held has sequences of \[20, 20\] tokens, the cache of"):
+    sampler.resume(cache, parts((0, 0), (20, 20)), new)
+  holding = cache._replace(position=np.array([W, S]))
   with pytest.raises(ValueError, match=rf"\[{W}\] tokens, accepted are more than {W}"):
-    small.sampler.resume(small.sampler.new_cache(2, S), parts((0, 0), (W, 20)), [A[:1], C[:1]])
+    sampler.resume(holding._replace(position=np.array([W, 20])), parts((0, 0), (W, 20)), new)
+  with pytest.raises(ValueError, match=f"room for {S} tokens, {S + 1} are needed"):
+    sampler.step(holding, [0, 0], [True, True])
 
 
 @pytest.mark.slow
@@ -128,3 +140,13 @@ def test_a_sequence_in_a_batch_is_the_sequence_alone(small):
       assert_close(last_BV[0], together[b, position - 1], f"sequence {b}, {position}")
       if position < len(tokens):
         cache, last_BV = small.sampler.step(cache, tokens[position : position + 1], [True])
+
+
+def test_a_step_works_in_the_cache_that_it_is_given(small):
+  """Every buffer is handed over, and none but the program's own remains."""
+  before, _ = small.sampler.prefill(
+    small.sampler.new_cache(2, S), parts((0, 0), (5, 3)), exact=True
+  )
+  after, _ = small.sampler.step(before, [1, 2], [True, False])
+  assert all(x.is_deleted() for x in jax.tree.leaves(before))
+  assert after.position.tolist() == [6, 3]
