@@ -9,14 +9,6 @@ from deepseek_jax.sampling.sampler import Sampler
 from tests.sampling.small_model import CFG, HASHING, Small, random_variables
 
 
-@pytest.fixture(autouse=True)
-def quick_compiles():
-  """The programs run for milliseconds and compile for seconds."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="session")
 def small():
   variables = random_variables(CFG)
