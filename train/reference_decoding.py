@@ -39,7 +39,9 @@ def run_decoding_case(case: Case) -> dict[str, np.ndarray]:
     elif "prefill_logits" in case.recorded:
       ours = _decode_case(run)
     else:
-      raise CaseError(f"{case.name}: {LOGITS} comes without prefill_logits or tail_logits.")
+      raise CaseError(
+        f"{case.name}: {LOGITS} comes without prefill_logits or tail_logits and exact_logits."
+      )
   return _as_recorded(ours, case)
 
 
