@@ -16,8 +16,6 @@ from train.__main__ import main
 from train.batches import empty_row
 from train.errors import Exit
 
-SHORT = ("--max-new-tokens", "12")
-
 
 @pytest.fixture(scope="module")
 def trained(prepared, tmp_path_factory):
@@ -41,27 +39,41 @@ def trained(prepared, tmp_path_factory):
   return folder
 
 
-def write(capsys, folder, *words):
-  assert main(["generate", "--checkpoint", str(folder), "--prompt", "router", *words]) == Exit.DONE
-  return capsys.readouterr().out
+def request(folder, *words):
+  argv = ["--checkpoint", str(folder), "--prompt", "router", "--max-new-tokens", "12", *words]
+  return generate.parse(argv)
 
 
-def test_a_seed_gives_one_text_and_another_seed_another(trained, capsys):
-  first = write(capsys, trained, *SHORT)
-  assert len(first) > 3 and first.endswith("\n")
-  assert write(capsys, trained, *SHORT, "--seed=0", "--step=7") == first
-  assert write(capsys, trained, *SHORT, "--seed=1") != first
+@pytest.fixture(scope="module")
+def loaded(trained):
+  return generate.load(request(trained))
+
+
+def text(loaded, folder, *words):
+  return "".join(generate.write(loaded, request(folder, *words)))
+
+
+def test_a_seed_gives_one_text_and_another_seed_another(loaded, trained):
+  first = text(loaded, trained)
+  assert len(first) > 3
+  assert text(loaded, trained, "--seed=0") == first != text(loaded, trained, "--seed=1")
+  assert text(loaded, trained, "--temperature=0") == text(loaded, trained, "--top-p=1e-6")
 
 
 @pytest.mark.slow
-def test_a_text_does_not_depend_on_those_beside_it(trained, capsys):
-  alone = write(capsys, trained, *SHORT)
-  three = write(capsys, trained, *SHORT, "--samples=3")
-  texts = three.removesuffix("\n").split("--- ")[1:]
-  assert texts[0].removeprefix("0\n") == alone
+def test_the_command_prints_the_text(loaded, trained, capsys):
+  argv = ["--checkpoint", str(trained), "--prompt", "router", "--max-new-tokens", "12", "--step=7"]
+  assert main(["generate", *argv]) == Exit.DONE
+  assert capsys.readouterr().out == text(loaded, trained) + "\n"
+  assert main(["generate", *argv, "--cache=plain", "--exact"]) == Exit.DONE
+  assert len(capsys.readouterr().out) > 3
+
+
+@pytest.mark.slow
+def test_a_text_does_not_depend_on_those_beside_it(loaded, trained):
+  texts = text(loaded, trained, "--samples=3").split("--- ")[1:]
+  assert texts[0].removesuffix("\n") == "0\n" + text(loaded, trained)
   assert len({text[2:] for text in texts}) == 3
-  plain = write(capsys, trained, *SHORT, "--cache=plain", "--exact")
-  assert plain.endswith("\n")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +143,6 @@ def shrink(folder):
   change_model(folder, vocab=64)
 
 
-def test_text_that_spells_a_special_token_stays_text(trained):
-  loaded = generate.load(generate.parse(["--checkpoint", str(trained), "--prompt", "a"]))
+def test_text_that_spells_a_special_token_stays_text(loaded):
   ids = loaded.tokenizer.encode("<｜end▁of▁sentence｜>", add_special_tokens=False).ids
   assert loaded.prepared.eos not in ids and len(ids) > 1
