@@ -1,5 +1,6 @@
 """`python -m train generate`: writes on from a prompt with the newest weights of a run."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import linen as nn
+from jax.sharding import Mesh
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -20,7 +22,7 @@ from deepseek_jax.sampling.cache import decoding_config
 from deepseek_jax.sampling.generate import Sampling, generate
 from deepseek_jax.sampling.sampler import Sampler
 from deepseek_jax.sampling.weights import unrolled
-from deepseek_jax.sharding import make_mesh, state_shardings
+from deepseek_jax.sharding import MESH_AXES, make_mesh, state_shardings
 from deepseek_jax.storage_path import StoragePath, storage_path, url_problem
 from deepseek_jax.training_config import MeshConfig
 from train import keys, settings
@@ -39,8 +41,9 @@ USAGE = """python -m train generate --checkpoint DIR --prompt TEXT [--NAME VALUE
 --top-p           share of the probability that is drawn from, in (0, 1] (1)
 --seed            of the random numbers; a text is the same for any number of samples (0)
 --cache           packed: FP4 and FP8 bytes as the release serves them; plain: as computed (packed)
+--mesh            devices to spread over, as in fsdp=2,expert=4 (one device)
 --exact           every token of the prompt goes through every layer, not only the last window"""
-TEXTS = ("--checkpoint", "--prompt", "--data", "--cache")
+TEXTS = ("--checkpoint", "--prompt", "--data", "--cache", "--mesh")
 NUMBERS = {  # name -> default, smallest, largest
   "--step": (None, 0, math.inf),
   "--max-new-tokens": (128, 1, math.inf),
@@ -57,6 +60,7 @@ class Request(NamedTuple):
   prompt: str
   data: str | None
   packed: bool
+  mesh: MeshConfig
   exact: bool
   step: int | None
   max_new_tokens: int
@@ -79,9 +83,9 @@ def main(argv: Sequence[str]) -> int:
     print(USAGE)
     return Exit.DONE
   request = parse(argv)
-  trained = load(request)
-  for piece in write(trained, request):
-    print(piece, end="", flush=True)
+  with jax.set_mesh(lay_mesh(request.mesh)):
+    for piece in write(load(request), request):
+      print(piece, end="", flush=True)
   print()
   return Exit.DONE
 
@@ -112,6 +116,8 @@ def parse(argv: Sequence[str]) -> Request:
       least = "more than 0" if smallest == 1e-9 else f"at least {smallest}"
       most = "" if largest == math.inf else f" and at most {largest}"
       problems.append(f"{name} must be {least}{most}, got {number[name]}.")
+  mesh, problem = _mesh_config(values.get("--mesh"))
+  problems += [problem] if problem else []
   if problems:
     raise UsageError(problems)
   return Request(
@@ -119,6 +125,7 @@ def parse(argv: Sequence[str]) -> Request:
     prompt=values["--prompt"],
     data=values.get("--data"),
     packed=CACHES[cache],
+    mesh=mesh,
     exact="--exact" in found.flags,
     step=number["--step"],
     max_new_tokens=number["--max-new-tokens"],
@@ -127,8 +134,29 @@ def parse(argv: Sequence[str]) -> Request:
   )
 
 
+def _mesh_config(text: str | None) -> tuple[MeshConfig, str | None]:
+  """What --mesh says, or what is wrong with it."""
+  pairs = [pair.partition("=") for pair in text.split(",")] if text else []
+  sizes = {axis: int(size) if size.isdecimal() else 0 for axis, _, size in pairs}
+  if set(sizes) <= set(MESH_AXES) and all(sizes.values()):
+    return MeshConfig(**sizes), None
+  axes = ", ".join(MESH_AXES)
+  return MeshConfig(), f"--mesh is {text}, accepted are AXIS=DEVICES,... with the axes {axes}."
+
+
+def lay_mesh(cfg: MeshConfig) -> Mesh:
+  """The mesh on the first devices. Raises UsageError where there are not so many."""
+  wanted, devices = math.prod(dataclasses.asdict(cfg).values()), jax.devices()
+  if wanted > len(devices):
+    raise UsageError([f"--mesh needs {wanted} devices, there are {len(devices)}."])
+  return make_mesh(cfg, devices[:wanted])
+
+
 def load(request: Request) -> Trained:
-  """Weights, configuration and tokenizer of a run. Raises UsageError if something is missing."""
+  """Weights, configuration and tokenizer of a run, on the mesh of the request.
+
+  Raises: UsageError if something is missing.
+  """
   folder = storage_path(request.checkpoint)
   trained_with = run_settings(folder)
   cfg = trained_with.model
@@ -144,7 +172,8 @@ def load(request: Request) -> Trained:
   try:
     hashing = NgramHash(cfg.engram, prepared.compressed_id()) if cfg.engram.layers else None
     step = _step(folder, request.step)
-    variables = restore(folder / "checkpoints" / str(step), trained_with)
+    mesh = lay_mesh(request.mesh)
+    variables = restore(folder / "checkpoints" / str(step), trained_with, mesh)
   except (CheckpointError, DataError, ValueError) as error:
     raise UsageError([str(error)]) from error
   return Trained(Sampler(cfg, variables, hashing, packed=request.packed), prepared, tokenizer, step)
@@ -190,14 +219,13 @@ def _step(folder: StoragePath, wanted: int | None) -> int:
   return steps[-1] if wanted is None else wanted
 
 
-def restore(step_folder: StoragePath, trained_with: Settings) -> Any:
-  """{"params", "balance"} of a step with a subtree per layer, on one device.
+def restore(step_folder: StoragePath, trained_with: Settings, mesh: Mesh) -> Any:
+  """{"params", "balance"} of a step with a subtree per layer, on the mesh.
 
   Raises: CheckpointError if the step is damaged or does not fit the configuration.
   """
   cfg, key = trained_with.model, jax.random.key(0)
   boxed = jax.eval_shape(jax.jit(Model(cfg).init), key, empty_row(trained_with))
-  mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
   shapes = jax.tree.map(
     lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
     nn.unbox(boxed),

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 
 from deepseek_jax.model import Model
 from deepseek_jax.nn.block import Block
-from deepseek_jax.ops.table_lookup import take_own
 from deepseek_jax.sampling.attend import attend
 from deepseek_jax.sampling.cache import Cache, LayerMemory
-from deepseek_jax.sampling.memory import Pass, new_pass, put_entries
+from deepseek_jax.sampling.memory import Pass, new_pass, put_entries, take
 from deepseek_jax.sampling.row_formats import RowFormats, row_formats
 from deepseek_jax.types import LayerCarry
 
@@ -65,7 +64,7 @@ class CachedModel(Model):
     cache = cache._replace(
       layers=tuple(memories),
       position=cache.position + count_B,
-      recent=take_own(recent_BX, last_BG),
+      recent=take(recent_BX, last_BG),
     )
     return cache, Reached(streams, x_BCD, engram_rows_BCLR)
 

@@ -3,7 +3,7 @@
 Legend: W window, N entry cells, E cells that a pass may fill, m ratio, D width, d head width.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from deepseek_jax.nn.attention import Attention
 from deepseek_jax.ops.table_lookup import take_own
 from deepseek_jax.sampling.cache import LayerMemory
 from deepseek_jax.sampling.row_formats import RowFormats, Stored
+from deepseek_jax.sharding import constrain
 from deepseek_jax.types import Entries, Slots
 
 
@@ -45,9 +46,18 @@ def new_pass(cfg: ModelConfig, first_B, count_B, window_start_B, engram_rows_BCL
   return Pass(first_B, count_B, window_start_B, slots)
 
 
-def take(stored: Stored, ids_BX: jax.Array) -> Stored:
-  """Rows by number, as they lie; -1 reads row 0, to be masked."""
-  return jax.tree.map(lambda x_BN: take_own(x_BN, ids_BX), stored)
+def whole(tree: Any) -> Any:
+  """Arrays [B, ...] cut along B alone on a mesh: what is read by number lies on one device.
+
+  Left to itself XLA's partitioner (jax 0.11.2) cuts slots as well, and crashes on their gathers.
+  """
+  return jax.tree.map(lambda x_B: constrain(x_B, "batch", *(None,) * (x_B.ndim - 1)), tree)
+
+
+def take(stored: Any, ids_BX: jax.Array) -> Any:
+  """Rows by number of every array [B, N, ...], as they lie; -1 reads row 0, to be masked."""
+  ids_BX = whole(ids_BX)
+  return jax.tree.map(lambda x_BN: whole(take_own(whole(x_BN), ids_BX)), stored)
 
 
 def put(stored: Stored, ids_BX: jax.Array, new: Stored, keep_BX: jax.Array) -> Stored:
@@ -56,9 +66,9 @@ def put(stored: Stored, ids_BX: jax.Array, new: Stored, keep_BX: jax.Array) -> S
   def one(x_BN, new_BX):
     at_BX = jnp.where(keep_BX, ids_BX, x_BN.shape[1])  # one past the end is dropped
     row_B1 = jnp.arange(len(at_BX))[:, None]
-    return x_BN.at[row_B1, at_BX].set(new_BX, mode="drop")
+    return whole(x_BN.at[row_B1, at_BX].set(new_BX, mode="drop"))
 
-  return jax.tree.map(one, stored, new)
+  return jax.tree.map(one, whole(stored), whole(new))
 
 
 def window_before(window: Stored, here: Pass) -> Stored:
@@ -103,7 +113,7 @@ def put_entries(
     latent_BEd = compressor(x_BCD, entries)
   else:
     pairs = zip(memory.pending, compressor.rows(x_BCD), strict=True)
-    a_BXd, z_BXd = (jnp.concatenate(pair, axis=1) for pair in pairs)
+    a_BXd, z_BXd = (jnp.concatenate(whole(pair), axis=1) for pair in pairs)
     latent_BEd = compressor.merge(a_BXd, z_BXd, entries, x_BCD.dtype)
     last_BX = here.count_B[:, None] + jnp.arange(m - 1)
     memory = memory._replace(pending=take((a_BXd, z_BXd), last_BX))

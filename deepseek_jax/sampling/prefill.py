@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from deepseek_jax.config import ModelConfig
-from deepseek_jax.ops.table_lookup import take_own
 from deepseek_jax.sampling.cache import Cache
 from deepseek_jax.sampling.forward import Reached
+from deepseek_jax.sampling.memory import take, whole
 
 
 class Tail(NamedTuple):
@@ -41,10 +41,8 @@ def push(tail: Tail, reached: Reached, count_B: jax.Array) -> Tail:
   window = tail.reached.x_BTD.shape[1]
   kept_BW = count_B[:, None] + jnp.arange(window)
 
-  def one(old_BW, new_BC):
-    return take_own(jnp.concatenate([old_BW, new_BC], axis=1), kept_BW)
-
-  return tail._replace(reached=jax.tree.map(one, tail.reached, reached))
+  join = lambda old_BW, new_BC: jnp.concatenate([whole(old_BW), whole(new_BC)], axis=1)
+  return tail._replace(reached=take(jax.tree.map(join, tail.reached, reached), kept_BW))
 
 
 class Entry(NamedTuple):
@@ -67,5 +65,5 @@ def enter(tail: Tail, cache: Cache) -> Entry:
   count_B = cache.position - first_B
   place_BW = jnp.minimum((window - count_B)[:, None] + jnp.arange(window), window - 1)
   start_B = jnp.where(first_B > tail.begin_B, first_B, cache.decoder_start)
-  reached = jax.tree.map(lambda x_BW: take_own(x_BW, place_BW), tail.reached)
+  reached = take(tail.reached, place_BW)
   return Entry(cache._replace(decoder_start=start_B), reached, first_B, count_B)

@@ -15,9 +15,9 @@ import numpy as np
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.model import logits
 from deepseek_jax.ngram import NgramHash
-from deepseek_jax.ops.table_lookup import take_own
 from deepseek_jax.sampling.cache import NO_TOKEN, Cache, capacity, decoding_config, empty_cache
 from deepseek_jax.sampling.forward import CachedModel
+from deepseek_jax.sampling.memory import take
 from deepseek_jax.sampling.prefill import Tail, empty_tail, enter, push
 from deepseek_jax.types import ModelOutput
 
@@ -164,7 +164,7 @@ class Programs:
 
 
 def _last_logits(variables, hidden_BTD: jax.Array, count_B: jax.Array) -> jax.Array:
-  last_B1D = take_own(hidden_BTD, count_B[:, None] - 1)
+  last_B1D = take(hidden_BTD, count_B[:, None] - 1)
   return logits(ModelOutput(last_B1D, variables["params"]["head"], {}))[:, 0]
 
 

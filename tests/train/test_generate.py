@@ -70,6 +70,14 @@ def test_the_command_prints_the_text(loaded, trained, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp=2,expert=2,tensor=2", "replica=2,expert=2,context=2"])
+def test_the_text_of_eight_devices_is_that_of_one(mesh, loaded, trained):
+  spread = request(trained, "--mesh", mesh)
+  with jax.set_mesh(generate.lay_mesh(spread.mesh)):
+    assert "".join(generate.write(generate.load(spread), spread)) == text(loaded, trained)
+
+
+@pytest.mark.slow
 def test_a_text_does_not_depend_on_those_beside_it(loaded, trained):
   texts = text(loaded, trained, "--samples=3").split("--- ")[1:]
   assert texts[0].removesuffix("\n") == "0\n" + text(loaded, trained)
@@ -86,6 +94,8 @@ def test_a_text_does_not_depend_on_those_beside_it(loaded, trained):
     (["--top-p=0"], ["--top-p must be more than 0 and at most 1.0, got 0.0."]),
     (["--samples=x"], ["--samples must be an integer, got 'x'."]),
     (["--max-new-tokens=0"], ["--max-new-tokens must be at least 1, got 0."]),
+    (["--mesh=fsd=2"], ["--mesh is fsd=2, accepted are AXIS=DEVICES,... with the axes replica"]),
+    (["--mesh=fsdp=0"], ["--mesh is fsdp=0, accepted are"]),
     (["--cache=fp8"], ["--cache is 'fp8', accepted are packed and plain."]),
   ],
 )
@@ -104,6 +114,7 @@ def test_every_problem_of_the_arguments_is_one_sentence(words, sentences, capsys
     (lambda f: shutil.rmtree(f / "checkpoints"), (), "has no complete checkpoint."),
     (lambda f: None, ("--step=3",), "--step is 3, the complete checkpoints of"),
     (lambda f: None, ("--data=nowhere",), "There is no tokenizer: nowhere is no folder"),
+    (lambda f: None, ("--mesh=fsdp=16",), "--mesh needs 16 devices, there are 8."),
     (lambda f: damage(f), (), "cannot be used"),
     (lambda f: widen(f), (), "do not fit the configuration"),
     (lambda f: shrink(f), (), "the model's vocabulary 64."),
