@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,13 +44,13 @@ USAGE = """python -m train generate --checkpoint DIR --prompt TEXT [--NAME VALUE
 --mesh            devices to spread over, as in fsdp=2,expert=4 (one device)
 --exact           every token of the prompt goes through every layer, not only the last window"""
 TEXTS = ("--checkpoint", "--prompt", "--data", "--cache", "--mesh")
-NUMBERS = {  # name -> default, smallest, largest
-  "--step": (None, 0, math.inf),
-  "--max-new-tokens": (128, 1, math.inf),
-  "--samples": (1, 1, math.inf),
-  "--temperature": (1.0, 0.0, math.inf),
-  "--top-p": (1.0, 1e-9, 1.0),
-  "--seed": (0, 0, 2**31 - 1),
+NUMBERS: dict[str, tuple[Any, str, Callable[[Any], bool]]] = {  # default, what is accepted
+  "--step": (None, "at least 0", lambda n: n >= 0),
+  "--max-new-tokens": (128, "at least 1", lambda n: n >= 1),
+  "--samples": (1, "at least 1", lambda n: n >= 1),
+  "--temperature": (1.0, "at least 0", lambda x: x >= 0),
+  "--top-p": (1.0, "more than 0 and at most 1", lambda x: 0 < x <= 1),
+  "--seed": (0, "from 0 to 2147483647", lambda n: 0 <= n < 2**31),
 }
 CACHES = {"packed": True, "plain": False}
 
@@ -94,28 +94,26 @@ def parse(argv: Sequence[str]) -> Request:
   """The command line. Raises UsageError with every problem."""
   found = settings.split(argv, (*TEXTS, *NUMBERS), switches=("--exact",))
   values, problems = dict(found.values), list(found.problems)
-  problems += [f"--config.{key} is not an argument: a checkpoint brings its configuration."
-               for key in found.overrides]  # fmt: skip
+  refused = "is not an argument: a checkpoint brings its configuration."
+  problems += [f"--config.{key} {refused}" for key in found.overrides]
   problems += [f"{name} is missing." for name in ("--checkpoint", "--prompt") if name not in values]
   for name in ("--checkpoint", "--data"):
     problems += [p for p in (url_problem(name, values.get(name, "")),) if p]
   cache = values.get("--cache", "packed")
   if cache not in CACHES:
     problems.append(f"--cache is {cache!r}, accepted are {' and '.join(CACHES)}.")
-  number = {}
-  for name, (default, smallest, largest) in NUMBERS.items():
+  number = {name: default for name, (default, _, _) in NUMBERS.items()}
+  for name, (default, accepted, accepts) in NUMBERS.items():
+    if name not in values:
+      continue
     kind = float if isinstance(default, float) else int
     try:
-      number[name] = default
-      if name in values:
-        number[name] = keys.convert(kind, keys.from_text(kind, values[name]))
+      number[name] = keys.convert(kind, keys.from_text(kind, values[name]))
     except TypeError as error:
       problems.append(f"{name} {error}.")
       continue
-    if number[name] is not None and not smallest <= number[name] <= largest:
-      least = "more than 0" if smallest == 1e-9 else f"at least {smallest}"
-      most = "" if largest == math.inf else f" and at most {largest}"
-      problems.append(f"{name} must be {least}{most}, got {number[name]}.")
+    if not accepts(number[name]):
+      problems.append(f"{name} must be {accepted}, got {number[name]}.")
   mesh, problem = _mesh_config(values.get("--mesh"))
   problems += [problem] if problem else []
   if problems:
@@ -160,7 +158,9 @@ def load(request: Request) -> Trained:
   folder = storage_path(request.checkpoint)
   trained_with = run_settings(folder)
   cfg = trained_with.model
-  data = request.data or trained_with.data.paths[0]
+  data = request.data or next(iter(trained_with.data.paths), None)
+  if data is None:
+    raise UsageError([f"{folder / 'config.json'} names no data: --data must name the tokenizer's."])
   prepared, tokenizer = _tokenizer(data)
   if prepared.vocab > cfg.vocab:
     raise UsageError(

@@ -136,8 +136,8 @@ def _tail_case(run: _Run) -> dict[str, Any]:
   cache = run.new_cache()
   tail = empty_tail(run.sampler.cfg, cache)
   (cache, reached), ours = run.encode(cache, tokens_BC)
-  entry = enter(push(tail, reached, _count(tokens_BC)), cache)
-  (_, hidden_BTD), above = run.decode(*entry)
+  admitted = enter(push(tail, reached, _count(tokens_BC)), cache)
+  (_, hidden_BTD), above = run.decode(*admitted)
   ours |= above
   ours["encoder.pre"] = ours[f"layers.{start - 1}.hc_ffn.pre"]
   ours[f"layers.{start}.kv_in"] = ours[f"layers.{start}.attn_in"]

@@ -45,7 +45,7 @@ def push(tail: Tail, reached: Reached, count_B: jax.Array) -> Tail:
   return tail._replace(reached=take(jax.tree.map(join, tail.reached, reached), kept_BW))
 
 
-class Entry(NamedTuple):
+class Admitted(NamedTuple):
   """Which slots of a tail enter the decoder."""
 
   cache: Cache  # with the decoder's windows beginning where they will
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
   count_B: jax.Array
 
 
-def enter(tail: Tail, cache: Cache) -> Entry:
+def enter(tail: Tail, cache: Cache) -> Admitted:
   """The last window of the prompt, or all of it where it is shorter.
 
   A shorter one goes on with the windows that the decoder has; a longer one starts new ones, which
@@ -66,4 +66,4 @@ def enter(tail: Tail, cache: Cache) -> Entry:
   place_BW = jnp.minimum((window - count_B)[:, None] + jnp.arange(window), window - 1)
   start_B = jnp.where(first_B > tail.begin_B, first_B, cache.decoder_start)
   reached = take(tail.reached, place_BW)
-  return Entry(cache._replace(decoder_start=start_B), reached, first_B, count_B)
+  return Admitted(cache._replace(decoder_start=start_B), reached, first_B, count_B)
