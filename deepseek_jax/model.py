@@ -37,25 +37,36 @@ class Model(nn.Module):
   observed_queries: int = 0
   tap: Tap = no_tap
 
-  @nn.compact
+  def setup(self):
+    cfg = self.cfg
+    matrix, shape, axes = parameters.normal(cfg.init_std), (cfg.vocab, cfg.dim), ("vocab", "embed")
+    self.embed_VD = parameters.declare(self, "embed", matrix, shape, axes)
+    self.head_VD = parameters.declare(self, "head", matrix, shape, axes)
+    self.gain_D = parameters.declare(self, "norm", parameters.ones, (cfg.dim,), ("embed",))
+    self.groups = [self._group(group) for group in cfg.scan_plan()]
+
   def __call__(self, layout: Layout) -> ModelOutput:
-    cfg, tap = self.cfg, self.tap
-    if cfg.decoder_start is None and layout.decoder_slots.shape != layout.tokens.shape:
+    if self.cfg.decoder_start is None and layout.decoder_slots.shape != layout.tokens.shape:
       raise ValueError(
         f"the layout has {layout.decoder_slots.shape[1]} decoder slots for "
         f"{layout.tokens.shape[1]} encoder slots, but decoder_start is None: there is no decoder."
       )
-    matrix, shape, axes = parameters.normal(cfg.init_std), (cfg.vocab, cfg.dim), ("vocab", "embed")
-    embed_VD = parameters.declare(self, "embed", matrix, shape, axes)
-    head_VD = parameters.declare(self, "head", matrix, shape, axes)
-    gain_D = parameters.declare(self, "norm", parameters.ones, (cfg.dim,), ("embed",))
-
     around = surroundings(layout)
-    h_BSD = tap("embed_out", self._embed(embed_VD, layout.tokens))
-    carry = LayerCarry(
+    carry = self.begin(layout.tokens)
+    aux = {}
+    for group, modules in zip(self.cfg.scan_plan(), self.groups, strict=True):
+      carry, layers = self._run(group, modules, carry, around)
+      aux |= layers
+    return ModelOutput(self.finish(carry), self.head_VD, aux)
+
+  def begin(self, tokens_BS: jax.Array) -> LayerCarry:
+    """The first layer's input: the embedding in every stream, of which it reads the first."""
+    cfg = self.cfg
+    h_BSD = self.tap("embed_out", self._embed(self.embed_VD, tokens_BS))
+    return LayerCarry(
       streams_BQcD=jnp.repeat(h_BSD[:, :, None], cfg.streams, axis=2),
       pre_mix_BQc=jnp.broadcast_to(
-        jnp.arange(cfg.streams) == 0, (*layout.tokens.shape, cfg.streams)
+        jnp.arange(cfg.streams) == 0, (*tokens_BS.shape, cfg.streams)
       ).astype(jnp.float32),
       shared_kv_BNd=None,
       index_keys_BNi=None,
@@ -63,14 +74,11 @@ class Model(nn.Module):
       selection_plan=None,
       pool_BQW=None,
     )
-    aux = {}
-    for group in cfg.scan_plan():
-      carry, layers = self._run(group, carry, around)
-      aux |= layers
 
-    x_BTD = tap("final_hidden", collapse(carry.streams_BQcD, carry.pre_mix_BQc))
-    hidden_BTD = rms_norm(x_BTD, gain_D, eps=cfg.norm_eps).astype(jnp.float32)
-    return ModelOutput(hidden_BTD, head_VD, aux)
+  def finish(self, carry: LayerCarry) -> jax.Array:
+    """Hidden states [B, T, D] after the last norm, float32."""
+    x_BTD = self.tap("final_hidden", collapse(carry.streams_BQcD, carry.pre_mix_BQc))
+    return rms_norm(x_BTD, self.gain_D, eps=self.cfg.norm_eps).astype(jnp.float32)
 
   def _embed(self, embed_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
     """[B, S, D] in the compute dtype.
@@ -84,29 +92,39 @@ class Model(nn.Module):
     h_BSD = constrain(h_BSD, "copy_rows", "slots", "embed")
     return constrain(h_BSD, "batch", "slots", None)
 
-  def _run(self, group: LayerGroup, carry: LayerCarry, around: Surroundings):
+  def _group(self, group: LayerGroup) -> Any:
+    """A scanned Group, or a list of Blocks where nothing repeats."""
+    if group.repeat > 1:
+      constant: Any = nn.broadcast
+      scanned = nn.scan(
+        Group,
+        variable_axes={"params": 0, "balance": 0, COLLECTION: 0},
+        split_rngs={"params": True},
+        in_axes=constant,
+        length=group.repeat,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+      )
+      return scanned(
+        self.cfg, group.layers, self.indexer_loss, self.observed_queries, name=group.name
+      )
+    blocks = []
+    for spec in group.layers:
+      tap = lambda key, value, spec=spec: self.tap(f"layers.{spec.layer}.{key}", value)
+      tap = no_tap if self.tap is no_tap else tap
+      name = f"layer_{spec.layer}"
+      blocks.append(make_block(self.cfg, spec, name, self.indexer_loss, self.observed_queries, tap))
+    return blocks
+
+  def _run(self, group: LayerGroup, modules: Any, carry: LayerCarry, around: Surroundings):
     if group.repeat == 1:
       aux = {}
-      for spec in group.layers:
-        name = f"layer_{spec.layer}"
-        tap = lambda key, value, spec=spec: self.tap(f"layers.{spec.layer}.{key}", value)
-        tap = no_tap if self.tap is no_tap else tap
-        block = make_block(self.cfg, spec, name, self.indexer_loss, self.observed_queries, tap)
-        carry, aux[name] = block(carry, around)
+      for block in modules:
+        carry, aux[block.name] = block(carry, around)
       return carry, aux
-    constant: Any = nn.broadcast
-    scanned = nn.scan(
-      Group,
-      variable_axes={"params": 0, "balance": 0, COLLECTION: 0},
-      split_rngs={"params": True},
-      in_axes=constant,
-      length=group.repeat,
-      metadata_params={nn.PARTITION_NAME: "layers"},
-    )(self.cfg, group.layers, self.indexer_loss, self.observed_queries, name=group.name)
     outside = carry._replace(
       streams_BQcD=None, pre_mix_BQc=None, selection_BQK=None, selection_plan=None
     )
-    flow, aux = scanned((carry.streams_BQcD, carry.pre_mix_BQc), (outside, around))
+    flow, aux = modules((carry.streams_BQcD, carry.pre_mix_BQc), (outside, around))
     return carry._replace(streams_BQcD=flow[0], pre_mix_BQc=flow[1]), {group.name: aux}
 
 

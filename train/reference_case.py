@@ -179,7 +179,7 @@ def _cut(ours, case: Case) -> dict[str, np.ndarray]:
       value = value.reshape(rows, -1, value.shape[-1])[:, :length].reshape(rows * length, -1)
     elif name.endswith(".indexer.pool"):
       name = name.removesuffix("pool") + "candidates"
-      value = _pool_mask(value[:, :length], length, case)
+      value = pool_mask(value[:, :length], length, case)
     elif name.endswith(".indexer.topk"):
       value = value[:, :length]
     elif (recorded := case.recorded.get(name)) is not None:
@@ -200,7 +200,8 @@ def _without_padding(value: np.ndarray, shape, length: int, ratios) -> np.ndarra
   return value[tuple(slice(size) for size in shape)]
 
 
-def _pool_mask(pool_BSW: np.ndarray, entries: int, case: Case) -> np.ndarray:
+def pool_mask(pool_BSW: np.ndarray, entries: int, case: Case) -> np.ndarray:
+  """bool [B, S, N]: whether an entry lies in one of the pool's blocks."""
   block_N = np.arange(entries) // case.cfg.indexer.pool_block_size
   return (pool_BSW[..., None] == block_N).any(axis=2)
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 from rich.console import Console
@@ -11,11 +12,11 @@ from rich.table import Table
 
 from train.compare import BOUNDS, NOT_TRACES, Difference, compare, inputs_of, logit_agreement
 from train.number_vectors import recompute
-from train.reference_case import NUMERICS, CaseError, load_case, outputs_file, run_case
+from train.reference_case import NUMERICS, Case, CaseError, load_case, outputs_file, run_case
+from train.reference_decoding import LOGITS, run_decoding_case
 from train.replay_case import is_replay, run_replay_case
 
-# Traces of caches and of the drafter need the decode path and the drafter, which are separate work.
-_NOT_COVERED = {"step.": "decoding", "mtp.": "the drafter", "final.": "decoding"}
+_DRAFTER = "mtp.", "draft_"  # traces that need the drafter, which is separate work
 
 
 def main(argv: list[str]) -> int:
@@ -79,29 +80,43 @@ def _verify_case(folder: pathlib.Path, numerics: list[str], report: "Report") ->
     report.skip(folder.name, "/".join(numerics), "it has no outputs of that kind")
   for chosen in available:
     case = load_case(folder, chosen)
-    replayed = is_replay(case.recorded)
-    if replayed and chosen == "bf16":
-      report.skip(folder.name, chosen, "its sites are not fed with recorded inputs one by one")
+    if any(name.startswith(_DRAFTER) for name in case.recorded):
+      report.skip(folder.name, chosen, "its traces need the drafter, which is not there yet")
       continue
-    if not replayed and (reason := _beyond(case.recorded)):
-      report.skip(folder.name, chosen, f"its traces need {reason}, which is not there yet")
-      continue
-    answer = "decode_logits" if replayed else "logits"
-    if answer not in case.recorded:
+    last = next((name for name in (LOGITS, "logits") if name in case.recorded), None)
+    if last is None:
       raise CaseError(f"{folder}: the outputs for --numerics {chosen} lack logits.")
-    ours = run_replay_case(case) if replayed else run_case(case, site_by_site=chosen == "bf16")
-    differences = []
-    for name, recorded in sorted(case.recorded.items(), key=lambda item: _place(item[0])):
-      if name.startswith(NOT_TRACES) or (name == "embed_out" and case.has_images):
-        continue
-      if name not in ours:
-        raise CaseError(f"{folder}: our forward has no trace named {name}.")
-      if ours[name].shape != recorded.shape and not name.endswith(".topk"):
-        raise CaseError(f"{folder}: trace {name} is {recorded.shape}, ours is {ours[name].shape}.")
-      bound = _bound(name, case, chosen)
-      differences.append(compare(name, ours[name], recorded, bound))
-    agreement = logit_agreement(ours[answer], case.recorded[answer])
-    report.add(folder.name, chosen, differences, agreement)
+    if last == LOGITS and chosen == "bf16":
+      report.skip(folder.name, chosen, "a cache cannot be fed with recorded values site by site")
+      continue
+    for name, ours in _forwards(case, last, chosen):
+      differences = _differences(folder, case, chosen, ours)
+      report.add(name, chosen, differences, logit_agreement(ours[last], case.recorded[last]))
+
+
+def _forwards(case: Case, last: str, numerics: str) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+  """Every way in which we compute a case: its name, and our traces."""
+  if last != LOGITS:
+    yield case.name, run_case(case, site_by_site=numerics == "bf16")
+    return
+  yield case.name, run_decoding_case(case)
+  if is_replay(case.recorded):  # what training sees of it
+    yield f"{case.name} as a layout", run_replay_case(case)
+
+
+def _differences(
+  folder: pathlib.Path, case: Case, numerics: str, ours: dict[str, np.ndarray]
+) -> list[Difference]:
+  differences = []
+  for name, recorded in sorted(case.recorded.items(), key=lambda item: _place(item[0])):
+    if name.startswith(NOT_TRACES) or (name == "embed_out" and case.has_images):
+      continue
+    if name not in ours:
+      raise CaseError(f"{folder}: our forward has no trace named {name}.")
+    if ours[name].shape != recorded.shape and not name.endswith(".topk"):
+      raise CaseError(f"{folder}: trace {name} is {recorded.shape}, ours is {ours[name].shape}.")
+    differences.append(compare(name, ours[name], recorded, _bound(name, case, numerics)))
+  return differences
 
 
 def _place(name: str) -> tuple:
@@ -112,13 +127,6 @@ def _place(name: str) -> tuple:
 
 def _number(part: str) -> tuple[int, str]:
   return (int(part), "") if part.isdigit() else (-1, part)
-
-
-def _beyond(recorded) -> str | None:
-  for prefix, what in _NOT_COVERED.items():
-    if any(name.startswith(prefix) for name in recorded):
-      return what
-  return None
 
 
 def _bound(name: str, case, numerics: str) -> float | None:

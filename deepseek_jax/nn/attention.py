@@ -4,6 +4,8 @@ Legend: B rows, S encoder slots, Q slots of the queries, N entry cells, H heads,
 D width, r query rank, G output groups, g head channels of a group, o output rank.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -29,6 +31,14 @@ from deepseek_jax.types import Entries, LayerCarry, Slots, Tap, no_tap
 # Choosing again in the backward pass would cost as much as the attention itself, and the layers
 # that share a choice keep it anyway. What teaches the indexer is as small.
 SELECTION = "selection"
+
+
+class Projected(NamedTuple):
+  """Of every slot, in the compute dtype."""
+
+  qr_BQr: jax.Array  # normalized query latent
+  q_BQHd: jax.Array  # rotated queries
+  kv_BQd: jax.Array  # rotated key and value of the window, before quantization
 
 
 class Attention(nn.Module):
@@ -62,27 +72,36 @@ class Attention(nn.Module):
 
   def compress(self, x_BSD: jax.Array, entries: Entries, carry: LayerCarry) -> LayerCarry:
     """A KV source's entries and indexer keys, from the encoder slots' input."""
-    latent_BNd = self.tap("attn.latent", self.compressor(x_BSD, entries))
-    kv_BNd = rotate(latent_BNd, entries.positions_BN, self.frequency)
+    kv_BNd, keys_BNi = self.entries(self.compressor(x_BSD, entries), entries)
     kv_BNd = fake_main(kv_BNd) if self.cfg.numerics.main_fp4 else kv_BNd
     kv_BNd = self.tap("attn.compressed_kv", kv_BNd)
-    keys_BNi = self.indexer.keys(latent_BNd, entries)
     # Whole on every device of a context group: they are small, and any query may choose any.
     whole = lambda x_BN: constrain(x_BN, "batch", None, None)
     return carry._replace(shared_kv_BNd=whole(kv_BNd), index_keys_BNi=whole(keys_BNi))
 
-  def __call__(
-    self, x_BQD: jax.Array, slots: Slots, entries: dict[int, Entries], carry: LayerCarry
-  ) -> tuple[jax.Array, LayerCarry, jax.Array]:
-    """Returns the output [B, Q, D], the carry with a new choice, and the indexer's KL sum."""
-    cfg, spec, a = self.cfg, self.spec, self.cfg.attention
+  def entries(self, latent_BNd: jax.Array, entries: Entries) -> tuple[jax.Array, jax.Array]:
+    """Rotated entries [B, N, d] and indexer keys [B, N, i] of latents, before quantization."""
+    latent_BNd = self.tap("attn.latent", latent_BNd)
+    kv_BNd = rotate(latent_BNd, entries.positions_BN, self.frequency)
+    return kv_BNd, self.indexer.keys(latent_BNd, entries)
+
+  def project(self, x_BQD: jax.Array, slots: Slots) -> Projected:
+    """What the slots ask with, and what they are to later ones."""
+    cfg = self.cfg
     input_BQD = fp8_input(x_BQD, cfg.numerics)
     qr_BQr = rms_norm(dot("bqd,dr->bqr", input_BQD, self.wq_a), self.q_norm, eps=cfg.norm_eps)
     qr_BQr = self.tap("attn.qr", qr_BQr)
     q_BQHd = dot("bqr,rhd->bqhd", fp8_input(qr_BQr, cfg.numerics), self.wq_b)
     q_BQHd = self.tap("attn.q", rotate(q_BQHd, slots.positions_BQ, self.frequency))
     kv_BQd = rms_norm(dot("bqd,de->bqe", input_BQD, self.wkv), self.kv_norm, eps=cfg.norm_eps)
-    kv_BQd = rotate(kv_BQd, slots.positions_BQ, self.frequency)
+    return Projected(qr_BQr, q_BQHd, rotate(kv_BQd, slots.positions_BQ, self.frequency))
+
+  def __call__(
+    self, x_BQD: jax.Array, slots: Slots, entries: dict[int, Entries], carry: LayerCarry
+  ) -> tuple[jax.Array, LayerCarry, jax.Array]:
+    """Returns the output [B, Q, D], the carry with a new choice, and the indexer's KL sum."""
+    cfg, spec, a = self.cfg, self.spec, self.cfg.attention
+    qr_BQr, q_BQHd, kv_BQd = self.project(x_BQD, slots)
     kv_BQd = fake_fp8(kv_BQd) if cfg.numerics.window_fp8 else kv_BQd
     kv_BQd = self.tap("attn.window_kv", kv_BQd)
 
@@ -121,7 +140,7 @@ class Attention(nn.Module):
       kl = self.indexer.dense_divergence(
         index_q, index_weights, teacher, slots, entries[spec.ratio], carry
       )
-    return self._output(attended.out_BQHd, slots), carry, kl
+    return self.output(attended.out_BQHd, slots), carry, kl
 
   def _report(self, q_BQHd, kv_BQd, slots: Slots, entries, carry: LayerCarry) -> None:
     """Where attention goes, and what of it the indexer's choice would catch."""
@@ -149,7 +168,8 @@ class Attention(nn.Module):
       if carry.pool_BQW is not None:
         report(self, "pool_recall", mass.pool_recall, mass.seeing)
 
-  def _output(self, o_BQHd: jax.Array, slots: Slots) -> jax.Array:
+  def output(self, o_BQHd: jax.Array, slots: Slots) -> jax.Array:
+    """[B, Q, D]: what the heads found, turned back to the queries' positions."""
     cfg = self.cfg
     o_BQHd = rotate(o_BQHd, slots.positions_BQ, self.frequency, inverse=True)
     o_BQHd = self.tap("attn.o", o_BQHd)

@@ -47,34 +47,51 @@ class Block(nn.Module):
   observed_queries: int = 0
   tap: Tap = no_tap
 
-  @nn.compact
-  def __call__(self, carry: LayerCarry, around: Surroundings) -> tuple[LayerCarry, LayerAux]:
+  def setup(self):
     cfg, spec, tap = self.cfg, self.spec, self.tap
+    gain = lambda name: parameters.declare(self, name, parameters.ones, (cfg.dim,), ("embed",))
+    if spec.engram is not None:
+      self.engram = Engram(cfg, spec.engram, tap)
+    self.attn_norm = gain("attn_norm")
+    self.attn = Attention(cfg, spec, self.indexer_loss, self.observed_queries, tap)
+    self.hc_attn = HyperConnection(cfg, 2 * spec.layer)
+    self.ffn_norm = gain("ffn_norm")
+    self.moe = Moe(cfg, tap)
+    self.hc_ffn = HyperConnection(cfg, 2 * spec.layer + 1)
+
+  def __call__(self, carry: LayerCarry, around: Surroundings) -> tuple[LayerCarry, LayerAux]:
+    cfg, spec = self.cfg, self.spec
     in_decoder = cfg.decoder_start is not None and spec.layer >= cfg.decoder_start
     slots = around.decoder if in_decoder else around.encoder
-    site = lambda name, number: HyperConnection(cfg, 2 * spec.layer + number, name=name)
-    gain = lambda name: parameters.declare(self, name, parameters.ones, (cfg.dim,), ("embed",))
-    norm = lambda x, gain_D: rms_norm(x, gain_D, eps=cfg.norm_eps)
-
-    streams = carry.streams_BQcD
-    if spec.engram is not None:
-      before = around.encoder if spec.starts_decoder else slots
-      streams = Engram(cfg, spec.engram, tap, name="engram")(streams, before)
-    attention = Attention(cfg, spec, self.indexer_loss, self.observed_queries, tap, name="attn")
-    x_BQD = tap("attn_in", norm(collapse(streams, carry.pre_mix_BQc), gain("attn_norm")))
+    streams, x_BQD = self.enter(carry, around.encoder if spec.starts_decoder else slots)
     if spec.kind == "full":  # entries come from every encoder slot, also at the decoder's start
-      carry = attention.compress(x_BQD, around.entries[spec.ratio], carry)
+      carry = self.attn.compress(x_BQD, around.entries[spec.ratio], carry)
     if spec.starts_decoder:
       streams, x_BQD = start_rows((streams, x_BQD), around.decoder_slots_BT)
+    y_BQD, carry, kl = self.attn(x_BQD, slots, around.entries, carry)
+    return self.leave(streams, y_BQD, slots, carry, kl)
 
-    at_attention = _observed(tap, "hc_attn", site("hc_attn", 0)(streams))
-    y_BQD, carry, kl = attention(x_BQD, slots, around.entries, carry)
+  def enter(self, carry: LayerCarry, slots: Slots) -> tuple[jax.Array, jax.Array]:
+    """The streams after Engram, and the attention's input [B, Q, D]."""
+    streams = carry.streams_BQcD
+    if self.spec.engram is not None:
+      streams = self.engram(streams, slots)
+    x_BQD = collapse(streams, carry.pre_mix_BQc)
+    return streams, self.tap("attn_in", rms_norm(x_BQD, self.attn_norm, eps=self.cfg.norm_eps))
+
+  def leave(
+    self, streams, y_BQD: jax.Array, slots: Slots, carry: LayerCarry, kl: jax.Array
+  ) -> tuple[LayerCarry, LayerAux]:
+    """What attention found goes into the streams, and then through the experts."""
+    tap = self.tap
+    at_attention = _observed(tap, "hc_attn", self.hc_attn(streams))
     y_BQD = checkpoint_name(y_BQD, _RESULT)
     streams = expand(y_BQD, streams, at_attention.post_Xc, at_attention.comb_Xcc)
 
-    at_ffn = _observed(tap, "hc_ffn", site("hc_ffn", 1)(streams))
-    x_BQD = tap("ffn_in", norm(collapse(streams, at_attention.pre_Xc), gain("ffn_norm")))
-    z_BQD, load_text, load_vision, balance, rounds = Moe(cfg, tap, name="moe")(x_BQD, slots)
+    at_ffn = _observed(tap, "hc_ffn", self.hc_ffn(streams))
+    x_BQD = collapse(streams, at_attention.pre_Xc)
+    x_BQD = tap("ffn_in", rms_norm(x_BQD, self.ffn_norm, eps=self.cfg.norm_eps))
+    z_BQD, load_text, load_vision, balance, rounds = self.moe(x_BQD, slots)
     z_BQD = checkpoint_name(z_BQD, _RESULT)
     streams = tap("streams", expand(z_BQD, streams, at_ffn.post_Xc, at_ffn.comb_Xcc))
     streams = constrain(streams, "batch", "slots", None, None)

@@ -25,21 +25,33 @@ class Compressor(nn.Module):
   cfg: ModelConfig
   ratio: int
 
-  @nn.compact
-  def __call__(self, x_BSD: jax.Array, entries: Entries) -> jax.Array:
-    """Returns the latents [B, N, d] in x's dtype, before rotation and quantization."""
+  def setup(self):
     cfg, d = self.cfg, self.cfg.attention.head_dim
     matrix = parameters.normal(cfg.init_std)
-    wkv_Dd = parameters.declare(self, "wkv", matrix, (cfg.dim, d), ("embed", None))
-    gain_d = parameters.declare(self, "norm", parameters.ones, (d,), (None,))
+    self.wkv = parameters.declare(self, "wkv", matrix, (cfg.dim, d), ("embed", None))
+    self.norm = parameters.declare(self, "norm", parameters.ones, (d,), (None,))
+    if self.ratio > 1:
+      self.wgate = parameters.declare(self, "wgate", matrix, (cfg.dim, d), ("embed", None))
+
+  def __call__(self, x_BSD: jax.Array, entries: Entries) -> jax.Array:
+    """Returns the latents [B, N, d] in x's dtype, before rotation and quantization."""
     if self.ratio == 1:  # cell e is slot e, so there is nothing to gather
-      latent_BNd = dot("bsd,de->bse", x_BSD, wkv_Dd)
+      sums_BNd = dot("bsd,de->bse", x_BSD, self.wkv)
     else:
-      wgate_Dd = parameters.declare(self, "wgate", matrix, (cfg.dim, d), ("embed", None))
-      a_BSd = exact_dot("bsd,de->bse", x_BSD, wkv_Dd)
-      z_BSd = exact_dot("bsd,de->bse", x_BSD, wgate_Dd)
-      latent_BNd = by_slots(_weighted_sums, (a_BSd, z_BSd, entries.slots_BNm)).astype(x_BSD.dtype)
-    return rms_norm(latent_BNd, gain_d, eps=cfg.norm_eps)
+      sums_BNd = by_slots(_weighted_sums, (*self.rows(x_BSD), entries.slots_BNm))
+    return self._normalized(sums_BNd.astype(x_BSD.dtype))
+
+  def rows(self, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What an entry needs of its tokens: W_kv x and W_gate x, float32 [B, S, d] each."""
+    return exact_dot("bsd,de->bse", x_BSD, self.wkv), exact_dot("bsd,de->bse", x_BSD, self.wgate)
+
+  def merge(self, a_BSd: jax.Array, z_BSd: jax.Array, entries: Entries, dtype) -> jax.Array:
+    """As a call, of entries whose slots count the given rows; those of a sequence on one device."""
+    sums_BNd = _weighted_sums(Place(1), (a_BSd, z_BSd, entries.slots_BNm), (), (), ())
+    return self._normalized(sums_BNd.astype(dtype))
+
+  def _normalized(self, sums_BNd: jax.Array) -> jax.Array:
+    return rms_norm(sums_BNd, self.norm, eps=self.cfg.norm_eps)
 
 
 def _weighted_sums(place: Place, slots, rows, pieces, weights) -> jax.Array:

@@ -64,28 +64,35 @@ class Indexer(nn.Module):
 
   def select(self, q_BQIi, weights_BQI, slots: Slots, entries: Entries, carry: LayerCarry):
     """Returns carry with the new selection, and with the pool where this layer publishes one."""
+    keys_BNi = self.tap("indexer.k", self.quantized(carry.index_keys_BNi))
+    visible = self._visible(slots, entries)
+    chosen = self.choose(q_BQIi, weights_BQI, keys_BNi, visible, self._pool(carry))
+    carry = carry._replace(selection_BQK=chosen.selection_BQK)
+    return carry if chosen.pool_BQW is None else carry._replace(pool_BQW=chosen.pool_BQW)
+
+  def choose(self, q_BQIi, weights_BQI, keys_BNi, visible: op.Visible, pool_BQW) -> op.Selected:
+    """The best visible entries, inside the pool if there is one; keys are quantized already."""
     size = self.cfg.indexer
-    observed = self.tap is not no_tap
     choice = op.Choice(
       top_k=size.top_k,
       publish_blocks=size.pool_blocks if self.spec.pool == "publish" else 0,
       block_size=size.pool_block_size,
       scores_bf16=self.cfg.numerics.scores_bf16,
     )
-    visible = self._visible(slots, entries)
-    q_BQIi = self.tap("indexer.q", self.quantized(q_BQIi))
-    keys_BNi = self.tap("indexer.k", self.quantized(carry.index_keys_BNi))
-    weights_BQI = self.tap("indexer.head_weights", weights_BQI)
-    pool = self._pool(carry)
     selected = op.select(
-      q_BQIi, keys_BNi, weights_BQI, visible, choice, pool_BQW=pool, with_scores=observed
+      self.tap("indexer.q", self.quantized(q_BQIi)),
+      keys_BNi,
+      self.tap("indexer.head_weights", weights_BQI),
+      visible,
+      choice,
+      pool_BQW=pool_BQW,
+      with_scores=self.tap is not no_tap,
     )
     if selected.scores_BQN is not None:
       self.tap("indexer.scores", selected.scores_BQN)
-    carry = carry._replace(selection_BQK=self.tap("indexer.topk", selected.selection_BQK))
     if selected.pool_BQW is not None:
-      carry = carry._replace(pool_BQW=self.tap("indexer.pool", selected.pool_BQW))
-    return carry
+      selected = selected._replace(pool_BQW=self.tap("indexer.pool", selected.pool_BQW))
+    return selected._replace(selection_BQK=self.tap("indexer.topk", selected.selection_BQK))
 
   def divergence(self, q_BQIi, weights_BQI, selection_BQK, teacher_BQK, slots, carry) -> jax.Array:
     """Sum over counting queries of the KL that trains this indexer, float32."""

@@ -14,6 +14,7 @@ from train.errors import Exit
 
 REFERENCE = pathlib.Path(__file__).resolve().parents[1] / "reference"
 BACKBONE = ("minimal_csa2", "candidate_pool", "engram", "image_span")
+CACHES = ("decode", "decoder_replay")
 
 
 def run(case, *arguments):
@@ -60,10 +61,11 @@ def test_our_forward_with_rounded_entries_matches_the_reference_in_float32(case,
 def test_all_cases_match_by_default_with_and_without_rounding(tmp_path):
   assert run(REFERENCE, "--output", str(tmp_path / "out.json")) == Exit.DONE
   report = json.loads((tmp_path / "out.json").read_text())
-  others = {"decoder_replay", "quantized_model"}
-  assert set(report["cases"]) == {*BACKBONE, *others, "quant_vectors"}
+  others = {*CACHES, "quantized_model"}
+  layouts = {"decoder_replay as a layout"}
+  assert set(report["cases"]) == {*BACKBONE, *others, *layouts, "quant_vectors"}
   for numerics in ("fp32", "fp32_qat"):
-    assert set(report["numerics"][numerics]) == {*BACKBONE, *others}
+    assert set(report["numerics"][numerics]) == {*BACKBONE, *others, *layouts}
 
 
 def test_number_vectors_are_equal_byte_for_byte(tmp_path):
@@ -73,6 +75,38 @@ def test_number_vectors_are_equal_byte_for_byte(tmp_path):
   assert all(
     v["identical"] for name, v in vectors.items() if "gemm" not in name and name != "logits"
   )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CACHES)
+def test_prefill_steps_and_caches_match_the_reference(case, tmp_path):
+  """Rounded rows go through the packed cache, others through a plain one."""
+  output = tmp_path / "out.json"
+  assert run(REFERENCE / case, "--output", str(output)) == Exit.DONE
+  by_numerics = json.loads(output.read_text())["numerics"]
+  assert set(by_numerics) == {"fp32", "fp32_qat"}
+  for cases in by_numerics.values():
+    traces = cases[case]
+    assert sum(name.startswith("final.") for name in traces) > 8
+    assert traces["decode_logits"]["relative"] <= 2e-5
+    assert traces["final.layers.3.compressed_kv"]["relative"] <= 2e-5
+    assert traces["logits"]["top1"] == 1
+
+
+def test_a_case_with_caches_that_lacks_its_prompt_is_refused(copied, capsys):
+  folder = copied("decoder_replay")
+  recorded = read_safetensors(folder / "outputs_fp32.safetensors")
+  del recorded["exact_logits"]
+  save_file(recorded, folder / "outputs_fp32.safetensors")
+  assert run(folder, "--numerics", "fp32") == Exit.USAGE
+  assert "decode_logits comes without prefill_logits or" in capsys.readouterr().err
+
+
+def test_caches_are_not_compared_in_bfloat16(tmp_path, capsys):
+  folder = shutil.copytree(REFERENCE / "decode", tmp_path / "decode")
+  shutil.copy(folder / "outputs_fp32.safetensors", folder / "outputs.safetensors")
+  assert run(folder, "--numerics", "bf16") == Exit.USAGE
+  assert "a cache cannot be fed with recorded values" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -132,14 +166,14 @@ def test_missing_unused_and_misshapen_tensors_are_all_named(copied, capsys):
 
 
 def test_a_folder_of_cases_is_taken_whole_and_cases_of_other_parts_are_named(tmp_path, capsys):
-  """Traces of the decode path make a case that we cannot compare yet."""
+  """Traces of the drafter make a case that we cannot compare yet."""
   shutil.copytree(REFERENCE / "quant_vectors", tmp_path / "quant_vectors")
   folder = shutil.copytree(REFERENCE / "minimal_csa2", tmp_path / "later")
   ids_BS = np.zeros((1, 2), np.int32)
-  save_file({"input_ids": ids_BS, "step.3.attn.o": ids_BS}, folder / "outputs_fp32.safetensors")
+  save_file({"input_ids": ids_BS, "mtp.0.attn.o": ids_BS}, folder / "outputs_fp32.safetensors")
   assert run(tmp_path, "--numerics", "fp32") == Exit.DONE
   out = capsys.readouterr().out
-  assert "later (fp32): not compared, its traces need decoding, which is not there yet." in out
+  assert "later (fp32): not compared, its traces need the drafter, which is not there yet." in out
   assert "22 traces of 1 cases compared, 0 beyond their bound; 1 not compared." in out
 
 

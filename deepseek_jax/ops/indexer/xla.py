@@ -73,7 +73,7 @@ def _choose(start, queries, *, keys_BNi, exists_BN, choice, score):
     published_BCW = reference.best_blocks(scores_BCN, begin_BC, end_BC, choice)
   if pool_BCW is None:
     return reference.top_ids(scores_BCN, choice.top_k), published_BCW
-  id_BCV = _member_ids(pool_BCW, begin_BC, end_BC, choice.block_size)
+  id_BCV = member_ids(pool_BCW, begin_BC, end_BC, choice.block_size)
   scores_BCV = jnp.take_along_axis(scores_BCN, jnp.maximum(id_BCV, 0), axis=-1)
   return _top_members(scores_BCV, id_BCV, choice.top_k, keys_BNi.shape[1]), published_BCW
 
@@ -81,7 +81,7 @@ def _choose(start, queries, *, keys_BNi, exists_BN, choice, score):
 def _choose_among_members(start, queries, *, keys_BNi, exists_BN, choice):
   del start
   q_BCIi, weights_BCI, begin_BC, end_BC, pool_BCW = queries
-  id_BCV = _member_ids(pool_BCW, begin_BC, end_BC, choice.block_size)
+  id_BCV = member_ids(pool_BCW, begin_BC, end_BC, choice.block_size)
   exists_BCV = take_own(exists_BN, id_BCV)
   scores_BCV = reference.scores(
     q_BCIi, take_own(keys_BNi, id_BCV), weights_BCI, choice.scores_bf16, products="bcji,bcni->bcjn"
@@ -90,7 +90,7 @@ def _choose_among_members(start, queries, *, keys_BNi, exists_BN, choice):
   return _top_members(scores_BCV, id_BCV, choice.top_k, keys_BNi.shape[1]), None
 
 
-def _member_ids(pool_BCW, begin_BC, end_BC, block: int):
+def member_ids(pool_BCW, begin_BC, end_BC, block: int):
   """[B,C,V] entry ids of a pool's members, ascending; -1 for what is not visible."""
   number_BCV = jnp.repeat(pool_BCW, block, axis=-1)
   within_V = jnp.arange(number_BCV.shape[-1], dtype=jnp.int32) % block

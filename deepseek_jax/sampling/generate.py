@@ -1,0 +1,65 @@
+"""Writing on from prompts, a token of every text at a time.
+
+Legend: B sequences, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from deepseek_jax.sampling.choose_token import choose_token
+from deepseek_jax.sampling.sampler import Sampler
+
+
+class Sampling(NamedTuple):
+  """How tokens are chosen, see choose_token."""
+
+  temperature: float = 1.0
+  top_p: float = 1.0
+  seed: int = 0
+
+
+def generate(
+  sampler: Sampler,
+  prompts: Sequence[np.ndarray],
+  sampling: Sampling,
+  *,
+  max_new_tokens: int,
+  end: int | None = None,
+  vocab: int | None = None,
+  numbers: Sequence[int] | None = None,
+  exact: bool = False,
+) -> Iterator[list[int | None]]:
+  """The next token of every text, until all have ended.
+
+  Args:
+    prompts: int32 tokens, none empty.
+    end: token that ends a text; it is given out too.
+    vocab: tokens from this id on are never drawn; None allows all that the model has.
+    numbers: of the texts, for their random numbers; None counts from 0.
+    exact: see Sampler.prefill.
+
+  Yields: for each text its next token, None after its end.
+  """
+  length_B = np.array([len(prompt) for prompt in prompts], np.int32)
+  number_B = np.arange(len(prompts)) if numbers is None else np.asarray(numbers)
+  cache = sampler.new_cache(len(prompts), int(length_B.max()) + max_new_tokens)
+  cache, logits_BV = sampler.prefill(cache, prompts, exact=exact)
+  active_B = np.ones(len(prompts), bool)
+  for count in range(max_new_tokens):
+    tokens_B = np.asarray(
+      choose_token(
+        logits_BV[:, :vocab],
+        sampling.seed,
+        number_B,
+        length_B + count,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+      )
+    )
+    yield [int(t) if active else None for t, active in zip(tokens_B, active_B, strict=True)]
+    active_B = active_B & (tokens_B != end)
+    if not active_B.any() or count == max_new_tokens - 1:
+      return
+    cache, logits_BV = sampler.step(cache, tokens_B, active_B)
