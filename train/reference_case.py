@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 
-from deepseek_jax.checkpoint.released import load_released, released_config
-from deepseek_jax.checkpoint.safetensors_file import read_safetensors
+from deepseek_jax.checkpoint.released import load_released
+from deepseek_jax.checkpoint.released_config import released_config
+from deepseek_jax.checkpoint.released_parts import NOT_BACKBONE
+from deepseek_jax.checkpoint.safetensors_file import read_headers, read_safetensors
 from deepseek_jax.config import ModelConfig, NumericsConfig
 from deepseek_jax.layout import PADDING, TEXT, Document, Layout, build_layout, stack_layouts
 from deepseek_jax.model import Model, logits
@@ -29,8 +30,6 @@ NUMERICS = {
   "fp32_actqat": NumericsConfig(compute_dtype="float32", activations_fp8=True, **_ON),
   "bf16": NumericsConfig(compute_dtype="bfloat16", scores_bf16=True, **_ON),
 }
-# Parts of a released checkpoint that the backbone does not hold.
-NOT_BACKBONE = ("vision.", "aligner.", "image_start", "image_end", "image_newline", "mtp.")
 
 
 class CaseError(Exception):
@@ -72,11 +71,8 @@ def load_case(folder: pathlib.Path, numerics: str) -> Case:
       raise CaseError(f"{folder / 'config.json'}: {' '.join(problems)}")
     recorded = read_safetensors(outputs_file(folder, numerics))
     _check_input_ids(folder, recorded)
-    model, rows = Model(cfg), recorded["input_ids"][:, :1]
-    layout = _layout(cfg, rows, None, _hashing(folder, cfg))
-    abstract = jax.eval_shape(lambda key: nn.unbox(model.init(key, layout)), jax.random.key(0))
-    weights = read_safetensors(folder / "weights.safetensors")
-    variables = load_released(weights, abstract, cfg.engram, ignore=NOT_BACKBONE)
+    weights = read_headers(folder / "weights.safetensors")
+    variables = load_released(weights, cfg, ignore=NOT_BACKBONE)
   except (
     OSError,
     ValueError,

@@ -1,0 +1,147 @@
+"""A released checkpoint becomes a step of ours, whole and equal, or nothing and one sentence."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from deepseek_jax.checkpoint import manifest, restore_step
+from deepseek_jax.checkpoint.names import named_leaves, to_nested
+from deepseek_jax.checkpoint.released import load_released
+from deepseek_jax.checkpoint.released_config import released_config
+from deepseek_jax.checkpoint.released_names import parameters
+from deepseek_jax.checkpoint.safetensors_file import (
+  DTYPES,
+  Header,
+  read_headers,
+  read_safetensors,
+  write_safetensors,
+)
+from deepseek_jax.sharding import make_mesh
+from train import convert
+from train.errors import Exit, UsageError
+from train.import_released import model_shardings
+from train.settings import settings_from_json
+
+CASE = pathlib.Path(__file__).resolve().parents[1] / "reference" / "quantized_model"
+NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+
+
+@pytest.fixture
+def released(tmp_path):
+  """A folder with a released checkpoint in one file; a test may change it."""
+  folder = tmp_path / "released"
+  folder.mkdir()
+  for name in ("config.json", "weights.safetensors"):
+    shutil.copy(CASE / name, folder)
+  return folder
+
+
+def rewrite(folder, change):
+  path = folder / "weights.safetensors"
+  arrays = read_safetensors(path)
+  change(arrays)
+  entries = {name: Header(NAMES[x.dtype], x.shape) for name, x in arrays.items()}
+  write_safetensors(path, entries, arrays.items())
+
+
+def to_checkpoint(source, output, *more):
+  return convert.main(
+    ["--checkpoint", str(source), "--output", str(output), "--format", "checkpoint", *more]
+  )
+
+
+def restored(run):
+  """The parameters of an imported run, onto the mesh that its configuration has."""
+  settings = settings_from_json((run / "config.json").read_text())
+  mesh = make_mesh(settings.mesh)
+  places = model_shardings(settings, mesh)
+  shapes = {(p.item, p.path): p.shape for p in parameters(settings.model)}
+  wanted = {
+    item: to_nested(
+      jax.tree_util.tree_map_with_path(
+        lambda path, sharding, item=item: jax.ShapeDtypeStruct(
+          shapes[item, jax.tree_util.keystr(path, simple=True, separator="/")],
+          np.float32,
+          sharding=sharding,
+        ),
+        places[collection],
+      )
+    )
+    for item, collection in (("params", "params"), ("router", "balance"))
+  }
+  return settings, restore_step(run / "checkpoints" / "0", wanted)
+
+
+def test_an_import_is_a_step_on_the_mesh_with_the_decoded_values(released, tmp_path):
+  run = tmp_path / "run"
+  assert to_checkpoint(released, run, "--config.mesh.fsdp=4", "--config.mesh.expert=2") == Exit.DONE
+  settings, step = restored(run)
+  assert (settings.mesh.fsdp, settings.mesh.expert) == (4, 2)
+  cfg = released_config(json.loads((CASE / "config.json").read_text()))
+  assert settings.model == cfg
+  wanted = load_released(read_headers(CASE / "weights.safetensors"), cfg)
+  for item, collection in (("params", "params"), ("router", "balance")):
+    found, decoded = named_leaves(step.items[item]), named_leaves(wanted[collection])
+    assert set(found) == set(decoded)
+    for name, leaf in found.items():
+      np.testing.assert_array_equal(np.asarray(leaf), decoded[name], name)
+  experts = step.items["params"]["layer_0"]["moe"]["experts"]["w1"]
+  assert len({str(shard.index) for shard in experts.addressable_shards}) == 8
+  assert manifest.verify_step(run / "checkpoints" / "0") == []
+  assert step.step == 0
+  assert [path.name for path in tmp_path.iterdir() if path.name.startswith("run")] == ["run"]
+
+
+def test_tensors_of_the_drafter_are_known_counted_and_skipped(released, tmp_path, capsys):
+  values = json.loads((released / "config.json").read_text())
+  text = values["text_config"]
+  text.update(num_nextn_predict_layers=1, dspark_n_routed_experts=2, dspark_target_layer_ids=[4])
+  (released / "config.json").write_text(json.dumps(values))
+
+  def with_drafter(arrays):
+    bf16 = DTYPES["BF16"]
+    names = [name for name in arrays if name.startswith("layers.0.")]
+    for name in names:
+      if "experts.2." not in name and "experts.3." not in name:
+        arrays["mtp" + name.removeprefix("layers")] = arrays[name]
+    for name in ("weight", "bias", "bias_vl"):
+      arrays[f"mtp.0.ffn.gate.{name}"] = arrays[f"layers.0.ffn.gate.{name}"][:2]
+    arrays["mtp.0.main_proj.weight"] = arrays["layers.0.attn.wo_b.weight"]
+    arrays["mtp.0.main_proj.scale"] = arrays["layers.0.attn.wo_b.scale"]
+    for name, shape in {
+      "main_norm": (64,), "norm": (64,), "markov_head.embed": (64, 8), "markov_head.head": (64, 8),
+      "confidence_head.proj": (1, 72),
+    }.items():  # fmt: skip
+      arrays[f"mtp.0.{name}.weight"] = np.zeros(shape, bf16)
+
+  rewrite(released, with_drafter)
+  assert to_checkpoint(released, tmp_path / "run") == Exit.DONE
+  assert "49 tensors of the drafter are skipped" in capsys.readouterr().out
+
+
+def test_every_tensor_that_is_missing_unknown_or_misshapen_is_named(released, tmp_path):
+  def change(arrays):
+    del arrays["layers.1.attn.wq_a.scale"], arrays["norm.weight"]
+    arrays["layers.7.attn_norm.weight"] = arrays["layers.0.attn_norm.weight"]
+    arrays["mtp.0.norm.weight"] = arrays["layers.0.attn_norm.weight"]
+    arrays["layers.2.ffn_norm.weight"] = arrays["layers.2.ffn_norm.weight"][:-1]
+    arrays["layers.0.attn.wkv.weight"] = arrays["layers.0.attn.wkv.weight"].view(np.int8)
+
+  rewrite(released, change)
+  with pytest.raises(UsageError) as error:
+    to_checkpoint(released, tmp_path / "run")
+  (problem,) = error.value.problems
+  for part in (
+    "missing tensor layers.1.attn.wq_a.scale",
+    "missing tensor norm.weight",
+    "unused tensor layers.7.attn_norm.weight",
+    "unused tensor mtp.0.norm.weight",
+    "misshapen tensor layers.2.ffn_norm.weight: (63,) does not fit (64,)",
+    "tensor layers.0.attn.wkv.weight has dtype I8",
+  ):
+    assert part in problem
+  assert not list(tmp_path.glob("run*"))

@@ -1,0 +1,90 @@
+r"""Released checkpoints in and out.
+
+python -m train convert --checkpoint RELEASED --output RUN --format checkpoint
+python -m train convert --checkpoint RUN --output DIR --format released --dtype released
+"""
+
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from deepseek_jax.checkpoint import CheckpointError
+from deepseek_jax.checkpoint.released_folder import is_released
+from deepseek_jax.storage_path import is_remote
+from train import processes, settings
+from train.errors import Exit, UsageError
+from train.import_released import import_released
+from train.pretrain import join_and_find_devices
+
+USAGE = """python -m train convert --checkpoint FROM --output TO --format FORMAT [--dtype DTYPE]
+                        [--config.KEY=VALUE ...]
+
+--checkpoint  a released checkpoint (config.json and *.safetensors), or a run folder or one of its
+              steps
+--output      a folder that does not exist yet
+--format      checkpoint: a run folder with step 0, to start from; released: safetensors files with
+              their index and config.json
+--dtype       with --format released: released (FP8 and FP4, as the release stores it) or bfloat16
+--config.KEY  with --format checkpoint: of the run that starts there, such as mesh.expert"""
+ARGUMENTS = ("--checkpoint", "--output", "--format", "--dtype")
+FORMATS, DTYPES = ("checkpoint", "released"), ("released", "bfloat16")
+
+
+class Request(NamedTuple):
+  checkpoint: pathlib.Path
+  output: pathlib.Path
+  format: str
+  dtype: str | None
+  overrides: dict[str, str]
+
+
+def main(argv: Sequence[str]) -> int:
+  """Converts. Returns the exit code; raises UsageError with every problem of the arguments."""
+  if any(word in ("--help", "-h") for word in argv):
+    print(USAGE)
+    return Exit.DONE
+  devices = join_and_find_devices()
+  with processes.agreed():
+    request = parse(argv)
+  try:
+    if request.format == "checkpoint":
+      import_released(request.checkpoint, request.output, request.overrides, devices)
+    return Exit.DONE
+  except CheckpointError as error:
+    processes.complain(str(error))
+    return Exit.CHECK_FAILED
+
+
+def parse(argv: Sequence[str]) -> Request:
+  """What the arguments mean. Raises UsageError with every problem."""
+  values, overrides, problems, _ = settings.split(argv, ARGUMENTS, switches=())
+  problems += [f"{name} is missing." for name in ARGUMENTS[:3] if name not in values]
+  for name, accepted in (("--format", FORMATS), ("--dtype", DTYPES)):
+    if name in values and values[name] not in accepted:
+      problems.append(f"{name} must be one of {', '.join(accepted)}, got {values[name]}.")
+  for name in ("--checkpoint", "--output"):
+    if is_remote(values.get(name, "")):
+      problems.append(f"{name} must be a local folder, got {values[name]}.")
+  exporting = values.get("--format") == "released"
+  if exporting and "--dtype" not in values:
+    problems.append(f"--format released needs --dtype, one of {', '.join(DTYPES)}.")
+  if exporting and overrides:
+    problems.append("--config.KEY goes with --format checkpoint.")
+  if not exporting and "--dtype" in values:
+    problems.append("--dtype goes with --format released; a checkpoint of ours is float32.")
+  if problems:
+    raise UsageError(problems)
+  source, output = pathlib.Path(values["--checkpoint"]), pathlib.Path(values["--output"])
+  if not source.is_dir():
+    problems.append(f"--checkpoint {source} is not a folder.")
+  elif exporting == is_released(source):
+    kind = "a released checkpoint already" if exporting else "no released checkpoint"
+    problems.append(f"--checkpoint {source} is {kind}.")
+  if os.path.lexists(output):
+    problems.append(f"--output {output} exists; name a folder that does not.")
+  if problems:
+    raise UsageError(problems)
+  return Request(
+    source.absolute(), output.absolute(), values["--format"], values.get("--dtype"), overrides
+  )
