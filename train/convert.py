@@ -9,11 +9,14 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+
 from deepseek_jax.checkpoint import CheckpointError
 from deepseek_jax.checkpoint.released_folder import is_released
 from deepseek_jax.storage_path import is_remote
 from train import processes, settings
 from train.errors import Exit, UsageError
+from train.export_released import export_released
 from train.import_released import import_released
 from train.pretrain import join_and_find_devices
 
@@ -50,8 +53,12 @@ def main(argv: Sequence[str]) -> int:
   try:
     if request.format == "checkpoint":
       import_released(request.checkpoint, request.output, request.overrides, devices)
+    else:
+      export_released(str(request.checkpoint), request.output, request.dtype or "")
     return Exit.DONE
   except CheckpointError as error:
+    if jax.process_count() > 1:  # the others may wait for this one
+      processes.leave(processes.signed(str(error)), Exit.CHECK_FAILED)
     processes.complain(str(error))
     return Exit.CHECK_FAILED
 

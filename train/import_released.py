@@ -2,12 +2,10 @@
 
 import dataclasses
 import pathlib
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
 from configs.schema import Settings
 from deepseek_jax.checkpoint import CheckpointError, manifest
@@ -15,15 +13,16 @@ from deepseek_jax.checkpoint.released import COLLECTIONS
 from deepseek_jax.checkpoint.released_folder import ReleasedFolder, open_released
 from deepseek_jax.checkpoint.released_import import import_step
 from deepseek_jax.checkpoint.released_names import parameters
+from deepseek_jax.checkpoint.storage import size_text
 from deepseek_jax.model import Model
 from deepseek_jax.sharding import make_mesh, mesh_problem, slice_count, state_shardings
+from deepseek_jax.storage_path import write_atomically
 from train import processes
 from train.batches import empty_row
 from train.errors import UsageError
 from train.keys import KEYS, convert, flatten, from_text, nest, unknown_key
 from train.settings import resolved_json
-
-PARTIAL = ".partial"  # ends the name of a folder that is not finished
+from train.whole_folder import whole_folder
 
 
 def import_released(
@@ -42,27 +41,14 @@ def import_released(
       raise UsageError([str(error)]) from None
     settings = run_settings(released, overrides, devices)
     mesh = make_mesh(settings.mesh, devices)
-    partial = output.with_name(output.name + PARTIAL)
-    if processes.first():
-      make_empty(partial)
   for sentence in description(released):
     processes.say(sentence)
-  meta = {"released": released.path.name}
   shardings = model_shardings(settings, mesh)
-  try:
-    try:
-      import_step(released.tensors, settings.model, shardings, partial / "checkpoints" / "0", meta)
-    except ValueError as error:  # a file that changed since its header was read
-      raise CheckpointError(str(error)) from None
+  meta = {"released": released.path.name}
+  with whole_folder(output) as folder:
+    import_step(released.tensors, settings.model, shardings, folder / "checkpoints" / "0", meta)
     if processes.first():
-      (partial / "config.json").write_text(resolved_json(settings), encoding="utf-8")
-      partial.rename(output)
-  except BaseException:
-    if processes.first():
-      shutil.rmtree(partial, ignore_errors=True)
-    raise
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices("converted")
+      write_atomically(folder / "config.json", resolved_json(settings).encode())
   processes.say(f"{output} is there: start from {output / 'checkpoints' / '0'}.")
 
 
@@ -72,16 +58,6 @@ def check_hashes(source: pathlib.Path) -> None:
     return
   if problems := manifest.verify_step(source):
     raise CheckpointError(f"{source} cannot be used: {'; '.join(problems)}.")
-
-
-def make_empty(folder: pathlib.Path) -> None:
-  """An empty folder; what a killed conversion left there goes. Raises UsageError."""
-  try:
-    if folder.exists():
-      shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-  except OSError as error:
-    raise UsageError([f"{folder} cannot be written: {error.strerror}."]) from None
 
 
 def run_settings(
@@ -124,7 +100,7 @@ def model_shardings(settings: Settings, mesh: jax.sharding.Mesh) -> Any:
 def description(released: ReleasedFolder) -> list[str]:
   """What is read and what is not, in sentences."""
   size = sum(stored.header.bytes for stored in released.tensors.values())
-  sentences = [f"{len(released.tensors):,} tensors with {size / 1e9:,.1f} GB are read."]
+  sentences = [f"{len(released.tensors):,} tensors with {size_text(size)} are read."]
   for part, count in released.skipped.items():
     sentences.append(f"{count:,} tensors of the {part} are skipped; the model has no {part} yet.")
   return sentences

@@ -13,7 +13,7 @@ from deepseek_jax.ops.number_formats import E2M1_MAX, E2M1_VALUES, E4M3_MAX
 
 TILE = 32  # rows and columns of a matrix, or channels of a row, that share a scale
 
-_NIBBLES = np.float32([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
+_NIBBLES = np.asarray([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], np.float32)
 # Both values of a byte, the even channel first: it is in the low nibble.
 _PAIRS = np.stack([_NIBBLES[np.arange(256) & 15], _NIBBLES[np.arange(256) >> 4]], axis=-1)
 _LARGEST: dict[Stored, float] = {"fp8": E4M3_MAX, "fp8_rows": E4M3_MAX, "fp4": E2M1_MAX}

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from deepseek_jax.checkpoint.errors import CheckpointError
 from deepseek_jax.checkpoint.names import named_leaves
 from deepseek_jax.checkpoint.released import COLLECTIONS, Tensors, read_part
 from deepseek_jax.checkpoint.released_names import Parameter, parameters
@@ -45,11 +46,20 @@ def _unmade(tensors: Tensors, parameter: Parameter, sharding: jax.sharding.Shard
   def make() -> jax.Array:
     parts: dict[str, np.ndarray] = {}  # several devices may hold the same
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
       if str(index) not in parts:
-        parts[str(index)] = read_part(tensors, parameter, index)
+        parts[str(index)] = _read(tensors, parameter, index)
       return parts[str(index)]
 
     return jax.make_array_from_callback(parameter.shape, sharding, part)
 
   return Unmade(parameter.shape, np.dtype(np.float32), make)
+
+
+def _read(tensors: Tensors, parameter: Parameter, index: tuple[slice, ...]) -> np.ndarray:
+  try:
+    return read_part(tensors, parameter, index)
+  except ValueError as error:  # a file that changed since its header was read, or a bad scale
+    raise CheckpointError(str(error)) from None
+  except OSError as error:
+    raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}.") from None

@@ -51,14 +51,12 @@ _MOE = (
   Row("moe/gate", "ffn.gate.weight", "bf16", "E|D", "inputs_first"),
   Row("moe/bias", "ffn.gate.bias", "f32", "E"),
   Row("moe/bias_vl", "ffn.gate.bias_vl", "f32", "E"),
-  *(
-    Row(f"moe/{ours}/{w}", f"ffn.{released}.{w}.weight", stored, view, "inputs_first")
-    for ours, released, stored in (
-      ("experts", "experts.{expert}", "fp4"),
-      ("shared", "shared_experts", "fp8"),
-    )
-    for w, view in (("w1", "F|D"), ("w2", "D|F"), ("w3", "F|D"))
-  ),
+  Row("moe/experts/w1", "ffn.experts.{expert}.w1.weight", "fp4", "F|D", "inputs_first"),
+  Row("moe/experts/w2", "ffn.experts.{expert}.w2.weight", "fp4", "D|F", "inputs_first"),
+  Row("moe/experts/w3", "ffn.experts.{expert}.w3.weight", "fp4", "F|D", "inputs_first"),
+  Row("moe/shared/w1", "ffn.shared_experts.w1.weight", "fp8", "F|D", "inputs_first"),
+  Row("moe/shared/w2", "ffn.shared_experts.w2.weight", "fp8", "D|F", "inputs_first"),
+  Row("moe/shared/w3", "ffn.shared_experts.w3.weight", "fp8", "F|D", "inputs_first"),
 )
 LAYER = (*_ATTENTION, *_HYPER, *_MOE)
 _SOURCE = (

@@ -193,6 +193,15 @@ def reason(error: BaseException) -> str:
   return text.splitlines()[0][:200]
 
 
+def size_text(count: float) -> str:
+  """A number of bytes for a sentence."""
+  for unit in ("bytes", "kB", "MB", "GB"):
+    if count < 1000:
+      return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+    count /= 1000
+  return f"{count:.1f} TB"
+
+
 def _is_news(record: logging.LogRecord) -> bool:
   """False for the tracebacks that Orbax prints from its threads and then raises anyway."""
   text = str(record.msg)

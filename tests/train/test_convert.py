@@ -12,6 +12,13 @@ from deepseek_jax.checkpoint import manifest, restore_step
 from deepseek_jax.checkpoint.names import named_leaves, to_nested
 from deepseek_jax.checkpoint.released import load_released
 from deepseek_jax.checkpoint.released_config import released_config
+from deepseek_jax.checkpoint.released_export import (
+  owners_of_tensors,
+  write_index,
+  write_shard,
+)
+from deepseek_jax.checkpoint.released_folder import open_released
+from deepseek_jax.checkpoint.released_index import release_tensors, shard_plan
 from deepseek_jax.checkpoint.released_names import parameters
 from deepseek_jax.checkpoint.safetensors_file import (
   DTYPES,
@@ -20,6 +27,7 @@ from deepseek_jax.checkpoint.safetensors_file import (
   read_safetensors,
   write_safetensors,
 )
+from deepseek_jax.checkpoint.stored_arrays import open_items
 from deepseek_jax.sharding import make_mesh
 from train import convert
 from train.errors import Exit, UsageError
@@ -40,18 +48,48 @@ def released(tmp_path):
   return folder
 
 
-def rewrite(folder, change):
-  path = folder / "weights.safetensors"
-  arrays = read_safetensors(path)
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+  """The run folder that the case becomes on eight devices."""
+  folder = tmp_path_factory.mktemp("imported")
+  shutil.copytree(CASE, folder / "released", ignore=shutil.ignore_patterns("outputs*", "*.md"))
+  mesh = ("--config.mesh.fsdp=4", "--config.mesh.expert=2")
+  assert to_checkpoint(folder / "released", folder / "run", *mesh) == Exit.DONE
+  assert sorted(path.name for path in folder.iterdir()) == ["released", "run"]
+  return folder / "run"
+
+
+def rewrite(folder, change, name="weights.safetensors"):
+  arrays = read_safetensors(folder / name)
   change(arrays)
   entries = {name: Header(NAMES[x.dtype], x.shape) for name, x in arrays.items()}
-  write_safetensors(path, entries, arrays.items())
+  write_safetensors(folder / name, entries, arrays.items())
 
 
 def to_checkpoint(source, output, *more):
   return convert.main(
     ["--checkpoint", str(source), "--output", str(output), "--format", "checkpoint", *more]
   )
+
+
+def to_released(source, output, dtype="released"):
+  return convert.main(
+    ["--checkpoint", str(source), "--output", str(output), "--format", "released", "--dtype", dtype]
+  )
+
+
+def values_of(folder):
+  """Every weight of a released checkpoint, decoded, as our tree."""
+  released = open_released(folder)
+  return named_leaves(load_released(released.tensors, released.cfg))
+
+
+def refusal(call, *arguments):
+  """The one sentence with which it is refused."""
+  with pytest.raises(UsageError) as error:
+    call(*arguments)
+  (problem,) = error.value.problems
+  return problem
 
 
 def restored(run):
@@ -76,10 +114,8 @@ def restored(run):
   return settings, restore_step(run / "checkpoints" / "0", wanted)
 
 
-def test_an_import_is_a_step_on_the_mesh_with_the_decoded_values(released, tmp_path):
-  run = tmp_path / "run"
-  assert to_checkpoint(released, run, "--config.mesh.fsdp=4", "--config.mesh.expert=2") == Exit.DONE
-  settings, step = restored(run)
+def test_an_import_is_a_step_on_the_mesh_with_the_decoded_values(imported):
+  settings, step = restored(imported)
   assert (settings.mesh.fsdp, settings.mesh.expert) == (4, 2)
   cfg = released_config(json.loads((CASE / "config.json").read_text()))
   assert settings.model == cfg
@@ -91,9 +127,8 @@ def test_an_import_is_a_step_on_the_mesh_with_the_decoded_values(released, tmp_p
       np.testing.assert_array_equal(np.asarray(leaf), decoded[name], name)
   experts = step.items["params"]["layer_0"]["moe"]["experts"]["w1"]
   assert len({str(shard.index) for shard in experts.addressable_shards}) == 8
-  assert manifest.verify_step(run / "checkpoints" / "0") == []
+  assert manifest.verify_step(imported / "checkpoints" / "0") == []
   assert step.step == 0
-  assert [path.name for path in tmp_path.iterdir() if path.name.startswith("run")] == ["run"]
 
 
 def test_tensors_of_the_drafter_are_known_counted_and_skipped(released, tmp_path, capsys):
@@ -132,9 +167,7 @@ def test_every_tensor_that_is_missing_unknown_or_misshapen_is_named(released, tm
     arrays["layers.0.attn.wkv.weight"] = arrays["layers.0.attn.wkv.weight"].view(np.int8)
 
   rewrite(released, change)
-  with pytest.raises(UsageError) as error:
-    to_checkpoint(released, tmp_path / "run")
-  (problem,) = error.value.problems
+  problem = refusal(to_checkpoint, released, tmp_path / "run")
   for part in (
     "missing tensor layers.1.attn.wq_a.scale",
     "missing tensor norm.weight",
@@ -145,3 +178,41 @@ def test_every_tensor_that_is_missing_unknown_or_misshapen_is_named(released, tm
   ):
     assert part in problem
   assert not list(tmp_path.glob("run*"))
+
+
+@pytest.mark.parametrize("dtype", ["released", "bfloat16"])
+def test_what_was_imported_goes_out_with_the_same_values(imported, tmp_path, capsys, dtype):
+  """The case's plain weights are bfloat16 and its others fit it too, so both are exact."""
+  output = tmp_path / "out"
+  assert to_released(imported, output, dtype) == Exit.DONE
+  out = capsys.readouterr().out
+  assert " becomes 1 files with " in out and "39 of 39 kinds of tensors are stored exactly" in out
+  source, back = read_headers(CASE / "weights.safetensors"), open_released(output).tensors
+  if dtype == "released":
+    # The case has its hc scales in bfloat16, the release in float32.
+    kinds = lambda tensors: {n: t.header for n, t in tensors.items() if not n.endswith("_scale")}
+    assert kinds(back) == kinds(source)
+  else:
+    assert {stored.header.dtype for stored in back.values()} == {"BF16", "F32"}
+  cfg = released_config(json.loads((CASE / "config.json").read_text()))
+  wanted, found = named_leaves(load_released(source, cfg)), values_of(output)
+  assert set(wanted) == set(found)
+  for name in wanted:
+    np.testing.assert_array_equal(found[name], wanted[name], name)
+  assert manifest.verify_step(output) == []
+  assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_in_many_files_is_the_one_in_one_file(imported, tmp_path):
+  arrays = open_items(imported / "checkpoints" / "0")
+  cfg = released_config(json.loads((CASE / "config.json").read_text()))
+  shards = shard_plan(release_tensors(cfg), limit=50_000)
+  assert len(shards) > 5
+  for shard in shards:
+    write_shard(arrays, owners_of_tensors(cfg), shard, tmp_path, "released")
+  write_index(tmp_path, shards, cfg, "released")
+  back = open_released(tmp_path)
+  assert back.cfg == cfg and len({stored.path for stored in back.tensors.values()}) == len(shards)
+  wanted = named_leaves(load_released(read_headers(CASE / "weights.safetensors"), cfg))
+  for name, values in values_of(tmp_path).items():
+    np.testing.assert_array_equal(values, wanted[name], name)
