@@ -15,10 +15,15 @@ class StoredStep(NamedTuple):
   settings: Settings
 
 
-def find_step(name: str, text: str) -> StoredStep:
+def find_step(name: str, text: str, *, check: bool = True) -> StoredStep:
   """A run folder's newest complete step, or the step that is named itself.
 
-  Raises: UsageError for a folder that is neither, and for a damaged step; `name` is the argument.
+  Args:
+    name: of the argument.
+    text: its value.
+    check: compare all files with their hashes, which reads them.
+
+  Raises: UsageError for a folder that is neither, and for a damaged step.
   """
   path = storage_path(text).absolute()
   try:
@@ -28,7 +33,7 @@ def find_step(name: str, text: str) -> StoredStep:
       step = path / "checkpoints" / str(steps[-1])
     else:
       raise UsageError([f"{name} {text} is no run folder with a complete step, and no step."])
-    if processes.first() and (problems := manifest.verify_step(step)):
+    if check and processes.first() and (problems := manifest.verify_step(step)):
       raise UsageError([f"{step} cannot be used: {'; '.join(problems[:3])}."])
     config = step.parent.parent / "config.json"
     text = config.read_text(encoding="utf-8")

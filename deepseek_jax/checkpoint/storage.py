@@ -33,8 +33,7 @@ class Storage:
   """Asynchronous writer, one save in flight."""
 
   def __init__(self) -> None:
-    logging.getLogger("absl").addFilter(_is_news)
-    asyncio_utils.run_sync = _run_to_the_last_task
+    fail_quietly()
     handler = _Items(handler_registry=_handlers(RESTORE_BYTES))
     self._writer = ocp.AsyncCheckpointer(handler, timeout_secs=COMMIT_TIMEOUT)
 
@@ -57,6 +56,12 @@ class Storage:
 
   def close(self) -> None:
     self._writer.close()
+
+
+def fail_quietly() -> None:
+  """From now on a write that fails in Orbax raises, without tracebacks and writes behind it."""
+  logging.getLogger("absl").addFilter(_is_news)
+  asyncio_utils.run_sync = _run_to_the_last_task
 
 
 class _AllOf:

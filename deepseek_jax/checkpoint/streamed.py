@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 
 from deepseek_jax.checkpoint import manifest
 from deepseek_jax.checkpoint.errors import CheckpointError
-from deepseek_jax.checkpoint.storage import SAVE_ERRORS, reason
+from deepseek_jax.checkpoint.storage import SAVE_ERRORS, fail_quietly, reason
 
 _CHUNK_BYTES = 2**26  # of what is read together later, at most
 
@@ -55,6 +55,7 @@ def write_step(folder: pathlib.Path, items: dict[str, Any], documents: dict[str,
 
   Raises: CheckpointError if it cannot be written; what there is of it is then left to the caller.
   """
+  fail_quietly()
   arrays = ocp.PyTreeCheckpointHandler(type_handler_registry=_registry())
   registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
   registry.add(None, ocp.args.PyTreeSave, arrays)

@@ -49,14 +49,8 @@ def released(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def imported(tmp_path_factory):
-  """The run folder that the case becomes on eight devices."""
-  folder = tmp_path_factory.mktemp("imported")
-  shutil.copytree(CASE, folder / "released", ignore=shutil.ignore_patterns("outputs*", "*.md"))
-  mesh = ("--config.mesh.fsdp=4", "--config.mesh.expert=2")
-  assert to_checkpoint(folder / "released", folder / "run", *mesh) == Exit.DONE
-  assert sorted(path.name for path in folder.iterdir()) == ["released", "run"]
-  return folder / "run"
+def imported(converted):
+  return converted / "run"
 
 
 def rewrite(folder, change, name="weights.safetensors"):

@@ -23,7 +23,6 @@ from train import convert
 from train.errors import Exit, UsageError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-CASE = ROOT / "tests" / "reference" / "quantized_model"
 
 
 def run(source, output, *more):
@@ -34,20 +33,10 @@ TO_CHECKPOINT = ("--format", "checkpoint")
 TO_RELEASED = ("--format", "released", "--dtype", "released")
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory):
-  """A run folder ("run") and what it is as a released checkpoint with hashes ("released")."""
-  folder = tmp_path_factory.mktemp("sound")
-  shutil.copytree(CASE, folder / "case", ignore=shutil.ignore_patterns("outputs*", "*.md"))
-  assert run(folder / "case", folder / "run", *TO_CHECKPOINT) == Exit.DONE
-  assert run(folder / "run", folder / "released", *TO_RELEASED) == Exit.DONE
-  return folder
-
-
 @pytest.fixture
-def released(sound, tmp_path):
+def released(converted, tmp_path):
   """A copy that a test may damage."""
-  return shutil.copytree(sound / "released", tmp_path / "released")
+  return shutil.copytree(converted / "released", tmp_path / "released")
 
 
 def fingerprint(folder):
@@ -171,28 +160,28 @@ def no_file_above(size):
   ("source", "format"), [("run", TO_RELEASED), ("released", TO_CHECKPOINT)], ids=["out", "in"]
 )
 def test_a_disk_that_fills_up_leaves_nothing_and_destroys_nothing(
-  sound, tmp_path, capfd, source, format
+  converted, tmp_path, capfd, source, format
 ):
-  before = fingerprint(sound)
+  before = fingerprint(converted)
   with no_file_above(1 << 15):
-    assert run(sound / source, tmp_path / "made", *format) == Exit.CHECK_FAILED
+    assert run(converted / source, tmp_path / "made", *format) == Exit.CHECK_FAILED
   error = capfd.readouterr().err
   assert "File too large" in error and "Traceback" not in error and error.count("\n") == 1
   assert list(tmp_path.iterdir()) == []
-  assert fingerprint(sound) == before
+  assert fingerprint(converted) == before
 
 
-def test_an_export_that_does_not_fit_is_refused_before_it_starts(sound, tmp_path, monkeypatch):
+def test_an_export_that_does_not_fit_is_refused_before_it_starts(converted, tmp_path, monkeypatch):
   usage = shutil.disk_usage(tmp_path)._replace(free=1000)
   monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
   with pytest.raises(UsageError) as error:
-    run(sound / "run", tmp_path / "made", *TO_RELEASED)
+    run(converted / "run", tmp_path / "made", *TO_RELEASED)
   assert f"{tmp_path} has 1.0 kB free, and " in error.value.problems[0]
   assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_that_are_not_finite_do_not_go_out(sound, tmp_path, capsys):
-  run_folder = shutil.copytree(sound / "run", tmp_path / "run")
+def test_weights_that_are_not_finite_do_not_go_out(converted, tmp_path, capsys):
+  run_folder = shutil.copytree(converted / "run", tmp_path / "run")
   step = run_folder / "checkpoints" / "0"
   array = open_items(step)["params"]["layer_3/attn/wq_a"]
   writable = ts.open(array.spec().to_json(), open=True, read=True, write=True).result()
@@ -226,10 +215,10 @@ def test_every_problem_of_the_arguments_is_told_at_once(arguments, problems):
 
 
 @pytest.mark.slow
-def test_a_killed_export_leaves_no_folder_and_the_next_one_succeeds(sound, tmp_path):
+def test_a_killed_export_leaves_no_folder_and_the_next_one_succeeds(converted, tmp_path):
   """Stopped by the operating system at the first write, then killed there."""
   output = tmp_path / "made"
-  command = [sys.executable, "-m", "train", "convert", "--checkpoint", str(sound / "run")]
+  command = [sys.executable, "-m", "train", "convert", "--checkpoint", str(converted / "run")]
   command += ["--output", str(output), *TO_RELEASED]
   for _ in range(20):  # until one is killed after its first file was made
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
@@ -242,5 +231,5 @@ def test_a_killed_export_leaves_no_folder_and_the_next_one_succeeds(sound, tmp_p
       break
     shutil.rmtree(output)
   assert partial.exists() and not output.exists()
-  assert run(sound / "run", output, *TO_RELEASED) == Exit.DONE
-  assert fingerprint(output) == fingerprint(sound / "released") and not partial.exists()
+  assert run(converted / "run", output, *TO_RELEASED) == Exit.DONE
+  assert fingerprint(output) == fingerprint(converted / "released") and not partial.exists()
