@@ -6,6 +6,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from deepseek_jax.checkpoint.errors import CheckpointError
 from deepseek_jax.checkpoint.released import list_problems, released_problems, tensor_problems
 from deepseek_jax.checkpoint.released_config import read_config, released_config
@@ -20,6 +22,7 @@ from deepseek_jax.checkpoint.released_parts import (
 )
 from deepseek_jax.checkpoint.safetensors_file import StoredTensor, read_headers
 from deepseek_jax.config import ModelConfig
+from deepseek_jax.ngram import NgramHash
 
 INDEX = "model.safetensors.index.json"
 
@@ -48,6 +51,8 @@ def open_released(path: pathlib.Path) -> ReleasedFolder:
     cfg = released_config(values)
     if problems := cfg.problems():
       raise ValueError(f"{path / 'config.json'}: {' '.join(problems)}")
+    if cfg.engram.layers:
+      NgramHash(cfg.engram, np.zeros(0, np.int32))  # raises for rows that are no sums of primes
     tensors = read_all_headers(path)
     problems = list(_problems(tensors, values, cfg))
   except ValueError as error:

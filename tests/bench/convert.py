@@ -29,10 +29,12 @@ from deepseek_jax.config import (
   ModelConfig,
   MoeConfig,
 )
+from deepseek_jax.ngram import hash_primes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _PIECE_BYTES = 2**26
 _SHARD_BYTES = 10**9
+_PRIMES_FROM = 41_000  # 24 of them are a million rows
 # Runs a command and prints the largest resident set of any of its processes, in bytes.
 _MEASURE = """
 import resource, subprocess, sys
@@ -68,6 +70,7 @@ def main(arguments: list[str]) -> int:
 def model(gigabytes: float) -> ModelConfig:
   """Experts, tables and embeddings in about the release's proportions, 0.24 GB for each layer."""
   layers = max(4, round(gigabytes / 0.24))
+  tables = tuple(range(0, layers, 3))
   return ModelConfig(
     vocab=65536,
     dim=1024,
@@ -79,7 +82,9 @@ def model(gigabytes: float) -> ModelConfig:
     indexer=IndexerConfig(heads=4, head_dim=128, top_k=64, pool_source=None),
     moe=MoeConfig(experts=64, hidden=1024),
     engram=EngramConfig(
-      layers=tuple(range(0, layers, 3)), table_rows=(1_000_000,) * -(-layers // 3)
+      layers=tables,
+      prime_start=_PRIMES_FROM,
+      table_rows=tuple(sum(primes) for primes in hash_primes(len(tables), 24, _PRIMES_FROM)),
     ),
   )
 

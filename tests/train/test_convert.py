@@ -1,5 +1,6 @@
 """A released checkpoint becomes a step of ours, whole and equal, or nothing and one sentence."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from deepseek_jax.checkpoint import manifest, restore_step
-from deepseek_jax.checkpoint.names import named_leaves, to_nested
+from deepseek_jax.checkpoint.names import named_leaves
 from deepseek_jax.checkpoint.released import load_released
 from deepseek_jax.checkpoint.released_config import released_config
 from deepseek_jax.checkpoint.released_export import (
@@ -18,8 +19,8 @@ from deepseek_jax.checkpoint.released_export import (
   write_shard,
 )
 from deepseek_jax.checkpoint.released_folder import open_released
-from deepseek_jax.checkpoint.released_index import release_tensors, shard_plan
-from deepseek_jax.checkpoint.released_names import parameters
+from deepseek_jax.checkpoint.released_index import index, release_tensors, shard_plan
+from deepseek_jax.checkpoint.released_parts import DrafterSizes, drafter_tensors
 from deepseek_jax.checkpoint.safetensors_file import (
   DTYPES,
   Header,
@@ -28,10 +29,13 @@ from deepseek_jax.checkpoint.safetensors_file import (
   write_safetensors,
 )
 from deepseek_jax.checkpoint.stored_arrays import open_items
+from deepseek_jax.layout import Document, build_layout, stack_layouts
+from deepseek_jax.ngram import NgramHash
 from deepseek_jax.sharding import make_mesh
 from train import convert
 from train.errors import Exit, UsageError
-from train.import_released import model_shardings
+from train.import_released import description
+from train.programs import build_programs
 from train.settings import settings_from_json
 
 CASE = pathlib.Path(__file__).resolve().parents[1] / "reference" / "quantized_model"
@@ -86,30 +90,27 @@ def refusal(call, *arguments):
   return problem
 
 
-def restored(run):
-  """The parameters of an imported run, onto the mesh that its configuration has."""
-  settings = settings_from_json((run / "config.json").read_text())
+@pytest.fixture(scope="module")
+def beginning(imported):
+  """Settings, mesh and programs of a small run that starts from the import, and its step 0."""
+  settings = settings_from_json((imported / "config.json").read_text())
+  settings = dataclasses.replace(
+    settings,
+    data=dataclasses.replace(settings.data, slots=32, batch_rows=8),
+    objective=dataclasses.replace(settings.objective, vocab_chunk_tokens=32),
+    optim=dataclasses.replace(settings.optim, matrices="adamw", warmup_steps=1),
+    total_steps=2,
+  )
   mesh = make_mesh(settings.mesh)
-  places = model_shardings(settings, mesh)
-  shapes = {(p.item, p.path): p.shape for p in parameters(settings.model)}
-  wanted = {
-    item: to_nested(
-      jax.tree_util.tree_map_with_path(
-        lambda path, sharding, item=item: jax.ShapeDtypeStruct(
-          shapes[item, jax.tree_util.keystr(path, simple=True, separator="/")],
-          np.float32,
-          sharding=sharding,
-        ),
-        places[collection],
-      )
-    )
-    for item, collection in (("params", "params"), ("router", "balance"))
-  }
-  return settings, restore_step(run / "checkpoints" / "0", wanted)
+  with jax.set_mesh(mesh):
+    programs = build_programs(settings, mesh)
+  abstract = programs.abstract_state
+  wanted = {"params": abstract.params, "router": abstract.balance}
+  return settings, mesh, programs, restore_step(imported / "checkpoints" / "0", wanted)
 
 
-def test_an_import_is_a_step_on_the_mesh_with_the_decoded_values(imported):
-  settings, step = restored(imported)
+def test_an_import_is_a_step_on_the_mesh_with_the_decoded_values(imported, beginning):
+  settings, _, _, step = beginning
   assert (settings.mesh.fsdp, settings.mesh.expert) == (4, 2)
   cfg = released_config(json.loads((CASE / "config.json").read_text()))
   assert settings.model == cfg
@@ -125,31 +126,44 @@ def test_an_import_is_a_step_on_the_mesh_with_the_decoded_values(imported):
   assert step.step == 0
 
 
-def test_tensors_of_the_drafter_are_known_counted_and_skipped(released, tmp_path, capsys):
+@pytest.mark.slow
+def test_training_starts_from_an_import(beginning):
+  settings, mesh, programs, restored = beginning
+  ids_BS = np.random.default_rng(0).integers(0, settings.model.vocab, (8, 33))
+  classes_V = np.arange(settings.model.vocab) % settings.model.engram.compressed_vocab
+  hashing = NgramHash(settings.model.engram, classes_V.astype(np.int32))
+  build = lambda ids_S: build_layout(
+    [Document(ids_S)], slots=32, ratios=settings.model.ratios, hashing=hashing
+  )
+  batch = stack_layouts([build(ids_S[:32]) for ids_S in ids_BS])
+  with jax.set_mesh(mesh):
+    fresh = programs.create()
+    state = fresh._replace(params=restored.items["params"], balance=restored.items["router"])
+    placed = jax.tree.map(lambda x, at: jax.device_put(x, at.sharding), batch,
+                          programs.abstract_batch)  # fmt: skip
+    state, metrics = programs.step(state, placed)
+  assert int(state.step) == 1 and int(metrics["skipped"]) == 0
+  assert np.isfinite(float(metrics["loss"])) and float(metrics["grad_norm"]) > 0
+
+
+def test_tensors_of_the_drafter_are_known_counted_and_skipped(released):
   values = json.loads((released / "config.json").read_text())
   text = values["text_config"]
   text.update(num_nextn_predict_layers=1, dspark_n_routed_experts=2, dspark_target_layer_ids=[4])
   (released / "config.json").write_text(json.dumps(values))
+  own = index(drafter_tensors(DrafterSizes.from_config(values), released_config(values)))
 
   def with_drafter(arrays):
-    bf16 = DTYPES["BF16"]
-    names = [name for name in arrays if name.startswith("layers.0.")]
-    for name in names:
-      if "experts.2." not in name and "experts.3." not in name:
-        arrays["mtp" + name.removeprefix("layers")] = arrays[name]
-    for name in ("weight", "bias", "bias_vl"):
-      arrays[f"mtp.0.ffn.gate.{name}"] = arrays[f"layers.0.ffn.gate.{name}"][:2]
-    arrays["mtp.0.main_proj.weight"] = arrays["layers.0.attn.wo_b.weight"]
-    arrays["mtp.0.main_proj.scale"] = arrays["layers.0.attn.wo_b.scale"]
-    for name, shape in {
-      "main_norm": (64,), "norm": (64,), "markov_head.embed": (64, 8), "markov_head.head": (64, 8),
-      "confidence_head.proj": (1, 72),
-    }.items():  # fmt: skip
-      arrays[f"mtp.0.{name}.weight"] = np.zeros(shape, bf16)
+    for name, header in own.items():
+      arrays[name] = np.zeros(header.shape, DTYPES[header.dtype])
 
   rewrite(released, with_drafter)
-  assert to_checkpoint(released, tmp_path / "run") == Exit.DONE
-  assert "49 tensors of the drafter are skipped" in capsys.readouterr().out
+  found = open_released(released)
+  assert found.skipped == {"drafter": len(own)}
+  assert not any(name.startswith("mtp.") for name in found.tensors)
+  assert description(found)[1] == (
+    f"{len(own)} tensors of the drafter are skipped; the model has no drafter yet."
+  )
 
 
 def test_every_tensor_that_is_missing_unknown_or_misshapen_is_named(released, tmp_path):

@@ -106,6 +106,7 @@ DAMAGES = {
   "lost file": (lambda f: shard(f).unlink(), "lacks model-00001-of-00001.safetensors, which"),
   "shapes": (text_config(hidden_size=96), "misshapen tensor embed.weight: (64, 64) does not fit"),
   "layers": (text_config(index_source_layer_ids=[1, 3]), "unused tensor layers.4.attn.indexer.w"),
+  "rows": (text_config(engram_num_embeddings=[250]), "engram.table_rows is (250,), but the primes"),
   "key": (lambda f: edit_json(f / "config.json", lambda v: v["text_config"].pop("hc_mult")),
           "config.json lacks the key 'hc_mult'"),
   "dtype": (unknown_dtype, "has dtype F8_E5M2, known are ['BF16', 'BOOL', 'F32', 'F8_E4M3'"),
