@@ -35,10 +35,10 @@ FORMATS, DTYPES = ("checkpoint", "released"), ("released", "bfloat16")
 
 
 class Request(NamedTuple):
-  checkpoint: pathlib.Path
+  checkpoint: str
   output: pathlib.Path
   format: str
-  dtype: str | None
+  dtype: str  # "" without --dtype
   overrides: dict[str, str]
 
 
@@ -52,9 +52,10 @@ def main(argv: Sequence[str]) -> int:
     request = parse(argv)
   try:
     if request.format == "checkpoint":
-      import_released(request.checkpoint, request.output, request.overrides, devices)
+      source = pathlib.Path(request.checkpoint).absolute()
+      import_released(source, request.output, request.overrides, devices)
     else:
-      export_released(str(request.checkpoint), request.output, request.dtype or "")
+      export_released(request.checkpoint, request.output, request.dtype)
     return Exit.DONE
   except CheckpointError as error:
     if jax.process_count() > 1:  # the others may wait for this one
@@ -70,9 +71,6 @@ def parse(argv: Sequence[str]) -> Request:
   for name, accepted in (("--format", FORMATS), ("--dtype", DTYPES)):
     if name in values and values[name] not in accepted:
       problems.append(f"{name} must be one of {', '.join(accepted)}, got {values[name]}.")
-  for name in ("--checkpoint", "--output"):
-    if is_remote(values.get(name, "")):
-      problems.append(f"{name} must be a local folder, got {values[name]}.")
   exporting = values.get("--format") == "released"
   if exporting and "--dtype" not in values:
     problems.append(f"--format released needs --dtype, one of {', '.join(DTYPES)}.")
@@ -82,16 +80,19 @@ def parse(argv: Sequence[str]) -> Request:
     problems.append("--dtype goes with --format released; a checkpoint of ours is float32.")
   if problems:
     raise UsageError(problems)
-  source, output = pathlib.Path(values["--checkpoint"]), pathlib.Path(values["--output"])
-  if not source.is_dir():
+  source, output = values["--checkpoint"], values["--output"]
+  if not exporting and is_remote(source):
+    problems.append(f"--checkpoint {source} must be a local folder.")
+  elif not is_remote(source) and not pathlib.Path(source).is_dir():
     problems.append(f"--checkpoint {source} is not a folder.")
-  elif exporting == is_released(source):
+  elif not is_remote(source) and exporting == is_released(pathlib.Path(source)):
     kind = "a released checkpoint already" if exporting else "no released checkpoint"
     problems.append(f"--checkpoint {source} is {kind}.")
-  if os.path.lexists(output):
+  if is_remote(output):
+    problems.append(f"--output {output} must be a local folder.")
+  elif os.path.lexists(output):
     problems.append(f"--output {output} exists; name a folder that does not.")
   if problems:
     raise UsageError(problems)
-  return Request(
-    source.absolute(), output.absolute(), values["--format"], values.get("--dtype"), overrides
-  )
+  target = pathlib.Path(output).absolute()
+  return Request(source, target, values["--format"], values.get("--dtype", ""), overrides)

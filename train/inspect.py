@@ -4,6 +4,7 @@ import argparse
 import json
 import pathlib
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,9 +13,18 @@ from rich.table import Table
 
 from deepseek_jax.checkpoint import CheckpointError, manifest
 from deepseek_jax.checkpoint.released_folder import is_released, open_released, read_all_headers
+from deepseek_jax.checkpoint.released_index import (
+  index,
+  logical_parameters,
+  release_tensors,
+  shard_plan,
+)
+from deepseek_jax.checkpoint.released_parts import DrafterSizes, VisionSizes
 from deepseek_jax.checkpoint.storage import size_text
 from deepseek_jax.checkpoint.stored_arrays import open_items
+from deepseek_jax.config import flash
 from deepseek_jax.storage_path import StoragePath, is_remote
+from train import settings
 from train.errors import Exit, UsageError
 from train.stored_step import find_step
 
@@ -36,8 +46,11 @@ class Contents(NamedTuple):
 def main(argv: Sequence[str]) -> int:
   """Prints tables. Returns 0, or 1 for a checkpoint that is not as it was written."""
   parser = argparse.ArgumentParser("python -m train inspect", description=__doc__)
-  parser.add_argument("--checkpoint", required=True, metavar="D",
+  source = parser.add_mutually_exclusive_group(required=True)
+  source.add_argument("--checkpoint", metavar="D",
                       help="a run folder, a step of one, or a released checkpoint")  # fmt: skip
+  source.add_argument("--config", metavar="FILE.py[:variant]",
+                      help="what a released checkpoint of this model would hold")  # fmt: skip
   parser.add_argument("--all", action="store_true",
                       help="a line for each array, not for each kind")  # fmt: skip
   parser.add_argument("--hashes", action="store_true",
@@ -45,7 +58,9 @@ def main(argv: Sequence[str]) -> int:
   parser.add_argument("--output", type=pathlib.Path, metavar="F.json",
                       help="also write every array and file")  # fmt: skip
   arguments = parser.parse_args(argv)
-  contents = read_contents(arguments.checkpoint)
+  if arguments.config and arguments.hashes:
+    parser.error("--hashes goes with --checkpoint")
+  contents = planned(arguments.config) if arguments.config else read_contents(arguments.checkpoint)
   problems = [contents.problem] if contents.problem else []
   if arguments.hashes:
     contents, differing = hashed(contents)
@@ -82,6 +97,25 @@ def read_contents(text: str) -> Contents:
     for name, array in leaves.items()
   }
   return Contents("checkpoint", step.path, entries, dict(files), None)
+
+
+def planned(config: str) -> Contents:
+  """The index and the files of an export, for the release with pictures and drafter.
+
+  Raises: UsageError for a configuration that is none.
+  """
+  cfg = settings.load(config, {}).model
+  whole = cfg == flash()
+  tensors = list(
+    release_tensors(cfg, VisionSizes() if whole else None, DrafterSizes() if whole else None)
+  )
+  entries = {name: Entry(*header, header.bytes) for name, header in index(tensors).items()}
+  sizes = {
+    shard.file: {"bytes": sum(header.bytes for header in shard.entries.values())}
+    for shard in shard_plan(tensors)
+  }
+  print(f"{logical_parameters(tensors):,} parameters.")
+  return Contents("released", pathlib.Path(config), entries, sizes, None)
 
 
 def _released(folder: pathlib.Path) -> Contents:
@@ -130,11 +164,9 @@ def show(contents: Contents, *, every: bool) -> None:
     rows.setdefault(key, []).append(entry.bytes)
   for (name, dtype, shape), sizes in rows.items():
     table.add_row(name, dtype, str(list(shape)), str(len(sizes)), size_text(sum(sizes)))
-  Console(soft_wrap=True).print(table)
+  Console(width=None if sys.stdout.isatty() else 120).print(table)
   for name, facts in contents.files.items():  # as sha256sum has them
-    print(
-      f"{facts.get('sha256', 'no SHA-256 is stored'):64}  {size_text(facts['bytes']):>9}  {name}"
-    )
+    print(f"{facts.get('sha256', '(no SHA-256)'):64}  {size_text(facts['bytes']):>9}  {name}")
 
 
 def kind(name: str) -> str:

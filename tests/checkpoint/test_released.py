@@ -142,6 +142,16 @@ def test_any_part_of_a_parameter_equals_that_part_of_the_whole():
     np.testing.assert_array_equal(read_part(tensors, parameter, cut), whole[cut], parameter.path)
 
 
+def test_a_part_reads_the_experts_that_it_holds_and_no_others():
+  tensors = read_headers(CASES / "quantized_model" / "weights.safetensors")
+  cfg = released_config(json.loads((CASES / "quantized_model" / "config.json").read_text()))
+  (experts,) = [p for p in parameters(cfg) if p.path == "layer_1/moe/experts/w1"]
+  index = (slice(2, 3), slice(0, 32), slice(None))
+  own = {n: t for n, t in tensors.items() if n.startswith("layers.1.ffn.experts.2.w1.")}
+  assert len(own) == 2
+  np.testing.assert_array_equal(read_part(own, experts, index), read_part(tensors, experts, index))
+
+
 def test_a_configuration_survives_the_way_out_and_back():
   values = config_values(MODEL, "released")
   assert released_config(json.loads(json.dumps(values)), scan_layers=False) == MODEL

@@ -146,6 +146,16 @@ def test_what_only_reading_shows_ends_with_1_and_leaves_nothing(released, tmp_pa
   assert [path.name for path in tmp_path.iterdir()] == ["released"]
 
 
+def test_a_configuration_of_ours_that_contradicts_the_arrays_is_refused(converted, tmp_path):
+  folder = shutil.copytree(converted / "run", tmp_path / "run")
+  edit_json(folder / "config.json", lambda values: values["model"].update(vocab=96))
+  with pytest.raises(UsageError) as error:
+    run(folder, tmp_path / "made", *TO_RELEASED)
+  (problem,) = error.value.problems
+  assert "array params/embed is [64, 64] instead of [96, 64]" in problem
+  assert not list(tmp_path.glob("made*"))
+
+
 @contextlib.contextmanager
 def no_file_above(size):
   """The operating system refuses to let a file grow above `size` bytes, as a full disk would."""

@@ -92,3 +92,13 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
   assert error.value.problems == (
     f"--checkpoint {tmp_path} is no run folder with a complete step, and no step.",
   )
+
+
+def test_the_index_of_the_release_comes_from_its_configuration_alone(tmp_path, capsys):
+  output = tmp_path / "index.json"
+  assert inspect.main(["--config", "configs/flash.py", "--output", str(output)]) == Exit.DONE
+  out = capsys.readouterr().out
+  assert "763,205,315,794 parameters." in out and "96,085 arrays with 510.3 GB" in out
+  contents = json.loads(output.read_text())
+  assert len(contents["arrays"]) == 96_085 and contents["bytes"] == 510_286_023_000
+  assert sum(file["bytes"] for file in contents["files"].values()) == contents["bytes"]
