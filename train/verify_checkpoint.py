@@ -13,7 +13,9 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
@@ -22,15 +24,18 @@ from data.pipeline import open_validation
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.layout import Document, Layout, build_layout, real_slots, stack_layouts
 from deepseek_jax.ngram import NgramHash
+from deepseek_jax.sharding import make_mesh
+from deepseek_jax.training_config import MeshConfig
 from train.compare import NOT_TRACES, compare, logit_agreement, same_width
 from train.errors import Exit, UsageError
 from train.reference_case import NUMERICS, CaseError, load_case, outputs_file, run_case, traces
-from train.stored_model import StoredModel, load_model
+from train.stored_model import StoredModel, open_model
 
 MEAN_KL_AT_MOST, COSINE_AT_LEAST = 1e-3, 0.999  # of a trained model's logits, our choice
 ENTRIES, EXPERTS = ".indexer.topk", ".ffn.router_experts"
 CHOICES = (ENTRIES, EXPERTS, ".indexer.pool")
-_ROWS, _SLOTS, _SEED = 2, 256, 0  # of tokens that are drawn where no prepared data are known
+_ROWS = 2  # at least; every device has one
+_SLOTS, _SEED = 256, 0  # of tokens that are drawn where no prepared data are known
 # Of the model's configuration, what says how it computes and not what it is.
 _FREE = ("numerics", "scan_layers", "remat", "init_std")
 
@@ -55,15 +60,20 @@ def main(argv: Sequence[str]) -> int:
                       help="another one, or the folder of a reference case")  # fmt: skip
   parser.add_argument("--numerics", choices=sorted(n for n in NUMERICS if n != "bf16"),
                       default="fp32", help="what is rounded; default fp32: nothing")  # fmt: skip
+  parser.add_argument("--devices", type=int, default=jax.device_count(), metavar="N",
+                      help="of this process, that share the parameters; default all")  # fmt: skip
   parser.add_argument("--output", type=pathlib.Path, metavar="F.json")
   arguments = parser.parse_args(argv)
-  model = load_model("--checkpoint", arguments.checkpoint)
+  if not 1 <= arguments.devices <= jax.device_count():
+    parser.error(f"--devices must be 1 to {jax.device_count()}, got {arguments.devices}")
+  model = open_model("--checkpoint", arguments.checkpoint)
   against = pathlib.Path(arguments.against)
   if any(against.glob("outputs*.safetensors")):
     compared = _against_case(model, against, arguments.numerics)
   else:
-    other = load_model("--against", arguments.against)
-    compared = _against_checkpoint(model, other, arguments.numerics)
+    other = open_model("--against", arguments.against)
+    mesh = _mesh(arguments.devices)
+    compared = _against_checkpoint(model, other, arguments.numerics, mesh)
   _show(compared)
   if arguments.output:
     try:
@@ -148,23 +158,31 @@ def _against_case(model: StoredModel, folder: pathlib.Path, numerics: str) -> Co
   except CaseError as error:
     raise UsageError([str(error)]) from None
   _check_same(model.cfg, case.cfg)
-  case = dataclasses.replace(case, variables=model.variables)
+  # A case has one row of some tokens, which devices cannot share.
+  case = dataclasses.replace(case, variables=model.variables(_mesh(1)))
   ours = run_case(case, site_by_site=False, replayed=CHOICES)
   theirs = {n: trace for n, trace in case.recorded.items() if not n.startswith(NOT_TRACES)}
   agreement = logit_agreement(ours["logits"], theirs["logits"])
   return Compared(case.name, numerics, case.cfg.num_layers, ours, theirs, agreement)
 
 
-def _against_checkpoint(model: StoredModel, other: StoredModel, numerics: str) -> Compared:
+def _mesh(devices: int) -> Mesh:
+  return make_mesh(MeshConfig(fsdp=devices), jax.devices()[:devices])
+
+
+def _against_checkpoint(
+  model: StoredModel, other: StoredModel, numerics: str, mesh: Mesh
+) -> Compared:
   _check_same(model.cfg, other.cfg)
   cfg = dataclasses.replace(other.cfg, numerics=NUMERICS[numerics], remat="none")
   if problems := cfg.problems():  # widths that the rounding of --numerics cannot have
     raise UsageError(problems)
-  layout, source = _tokens(cfg, (model, other))
+  layout, source = _tokens(cfg, (model, other), max(_ROWS, mesh.size))
   print(f"Compared on {source}.")
-  theirs = traces(cfg, other.variables, layout, {})
-  fed = {name: value for name, value in theirs.items() if name.endswith(CHOICES)}
-  ours = traces(cfg, model.variables, layout, fed)
+  with jax.set_mesh(mesh):  # one model at a time is on the devices
+    theirs = traces(cfg, other.variables(mesh), layout, {})
+    fed = {name: value for name, value in theirs.items() if name.endswith(CHOICES)}
+    ours = traces(cfg, model.variables(mesh), layout, fed)
   real_BS = np.asarray(real_slots(layout))
   agreement = logit_agreement(ours["logits"][real_BS][None], theirs["logits"][real_BS][None])
   return Compared("checkpoint", numerics, cfg.num_layers, ours, theirs, agreement)
@@ -183,24 +201,24 @@ def _check_same(ours: ModelConfig, theirs: ModelConfig) -> None:
     raise UsageError(problems)
 
 
-def _tokens(cfg: ModelConfig, models: Sequence[StoredModel]) -> tuple[Layout, str]:
+def _tokens(cfg: ModelConfig, models: Sequence[StoredModel], row_count: int) -> tuple[Layout, str]:
   """Rows of a run's validation data where they are there, else random tokens; and which."""
   engram = cfg.engram if cfg.engram.layers else None
   for model in models:
     if model.settings is not None and model.settings.data.paths:
-      data = dataclasses.replace(model.settings.data, batch_rows=_ROWS)
+      data = dataclasses.replace(model.settings.data, batch_rows=row_count)
       try:
         batches = open_validation(data, ratios=cfg.ratios, engram=engram, host=0, hosts=1)
         layout = next(iter(batches)).layout
       except (DataError, ValueError, OSError, StopIteration):
         continue
-      return layout, f"{_ROWS} rows of the validation data in {', '.join(data.paths)}"
+      return layout, f"{row_count} rows of the validation data in {', '.join(data.paths)}"
   # Any map of tokens to classes will do: both read the same rows of a table.
   classes_V = np.arange(cfg.vocab, dtype=np.int32) % max(1, cfg.engram.compressed_vocab)
   hashing = None if engram is None else NgramHash(engram, classes_V)
-  drawn_BS = np.random.default_rng(_SEED).integers(0, cfg.vocab, (_ROWS, _SLOTS), np.int32)
+  drawn_BS = np.random.default_rng(_SEED).integers(0, cfg.vocab, (row_count, _SLOTS), np.int32)
   rows = [
     build_layout([Document(ids_S)], slots=_SLOTS, ratios=cfg.ratios, hashing=hashing)
     for ids_S in drawn_BS
   ]
-  return stack_layouts(rows), f"{_ROWS} rows of {_SLOTS} random tokens"
+  return stack_layouts(rows), f"{row_count} rows of {_SLOTS} random tokens"

@@ -21,7 +21,8 @@ CASE = REFERENCE / "quantized_model"
 
 
 def run(checkpoint, against, *more):
-  return verify.main(["--checkpoint", str(checkpoint), "--against", str(against), *more])
+  words = ["--checkpoint", str(checkpoint), "--against", str(against), "--devices=1", *more]
+  return verify.main(words)
 
 
 def changed(folder, target, change):
@@ -48,6 +49,7 @@ def test_a_converted_checkpoint_has_the_traces_of_the_reference(converted, tmp_p
   assert traces["layers.3.indexer.topk"]["identical"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_equals_what_it_was_made_from(converted, tmp_path, capsys):
   output = tmp_path / "out.json"
   assert run(converted / "run", converted / "case", "--output", str(output)) == Exit.DONE
@@ -86,3 +88,21 @@ def test_numerics_without_traces_are_refused(converted):
   assert error.value.problems == (
     f"--against {REFERENCE / 'engram'} has no outputs for --numerics fp32_actqat.",
   )
+
+
+@pytest.mark.slow
+def test_devices_that_share_the_parameters_find_the_same(converted, tmp_path):
+  def change(arrays):
+    gain = arrays["layers.2.ffn_norm.weight"]
+    arrays["layers.2.ffn_norm.weight"] = (gain.astype(np.float32) * 1.25).astype(gain.dtype)
+
+  other = changed(converted / "released", tmp_path / "other", change)
+  found = []
+  for devices in (1, 8):
+    output = tmp_path / f"{devices}.json"
+    run(other, converted / "run", f"--devices={devices}", "--output", str(output))
+    found.append(json.loads(output.read_text())["cases"]["checkpoint"])
+  alone, shared = found
+  assert shared["layers.1.streams"]["max_abs"] == 0 < shared["layers.2.streams"]["max_abs"]
+  for name in ("layers.2.ffn_in", "layers.2.streams"):  # other rows, the same kind of tokens
+    assert shared[name]["relative"] == pytest.approx(alone[name]["relative"], rel=0.5)
