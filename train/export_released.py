@@ -12,7 +12,7 @@ from rich.table import Table
 from deepseek_jax.checkpoint import manifest
 from deepseek_jax.checkpoint.released import list_problems
 from deepseek_jax.checkpoint.released_export import (
-  Error,
+  Rounding,
   owners_of_tensors,
   shape_problems,
   write_index,
@@ -47,11 +47,11 @@ def export_released(checkpoint: str, output: pathlib.Path, dtype: str) -> None:
       raise UsageError([f"{step.path} does not fit its config.json: {list_problems(problems)}"])
     shards = shard_plan(release_tensors(cfg), dtype)
     _announce(step.path, shards, output)
-  owners, errors = owners_of_tensors(cfg), dict[str, Error]()
+  owners, errors = owners_of_tensors(cfg), dict[str, Rounding]()
   with whole_folder(output) as folder:
     for shard in shards[jax.process_index() :: jax.process_count()]:
       for kind, error in write_shard(arrays, owners, shard, folder, dtype).items():
-        errors.setdefault(kind, Error()).add(error)
+        errors.setdefault(kind, Rounding()).add(error)
     errors = _of_all_processes(errors)
     if processes.first():
       write_index(folder, shards, cfg, dtype)
@@ -70,19 +70,19 @@ def _announce(step: StoragePath, shards: list[Shard], output: pathlib.Path) -> N
     raise UsageError([f"{parent} has {size_text(free)} free, and {size_text(size)} are needed."])
 
 
-def _of_all_processes(errors: dict[str, Error]) -> dict[str, Error]:
+def _of_all_processes(errors: dict[str, Rounding]) -> dict[str, Rounding]:
   """Adds up what every process has rounded, after all of them have."""
   own = [json.dumps((kind, dataclasses.astuple(error))) for kind, error in errors.items()]
-  total: dict[str, Error] = {}
+  total: dict[str, Rounding] = {}
   for words in processes.gather(own):
     for kind, values in map(json.loads, words):
-      total.setdefault(kind, Error()).add(Error(*values))
+      total.setdefault(kind, Rounding()).add(Rounding(*values))
   return total
 
 
-def show(errors: dict[str, Error]) -> None:
+def show(errors: dict[str, Rounding]) -> None:
   """What rounding has cost, by kind of tensor."""
-  rounded = {kind: error for kind, error in errors.items() if error.of_errors}
+  rounded = {kind: error for kind, error in errors.items() if error.largest}
   table = Table(title="Rounding errors, relative", title_justify="left")
   for column in ("kind of tensor", "largest", "rms"):
     table.add_column(column, justify="left" if column == "kind of tensor" else "right")

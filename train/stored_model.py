@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from configs.schema import Settings
 from deepseek_jax.checkpoint import CheckpointError
-from deepseek_jax.checkpoint.names import named_leaves
+from deepseek_jax.checkpoint.names import named_leaves, to_nested
 from deepseek_jax.checkpoint.released import COLLECTIONS, list_problems, read_part
 from deepseek_jax.checkpoint.released_export import Arrays, owners_of_tensors, shape_problems
 from deepseek_jax.checkpoint.released_folder import is_released, open_released
@@ -35,18 +35,14 @@ class StoredModel(NamedTuple):
     """{"params": ..., "balance": ...}, every array on its devices; one at a time is on the host."""
     shardings = model_shardings(Settings(model=self.cfg), mesh)
     places = {item: named_leaves(shardings[name]) for item, name in COLLECTIONS.items()}
-    tree: dict[str, Any] = {name: {} for name in COLLECTIONS.values()}
+    flat: dict[str, dict[str, jax.Array]] = {name: {} for name in COLLECTIONS.values()}
     for parameter in parameters(self.cfg):
-      *folders, name = parameter.path.split("/")
-      node = tree[COLLECTIONS[parameter.item]]
-      for folder in folders:
-        node = node.setdefault(folder, {})
-      node[name] = jax.make_array_from_callback(
+      flat[COLLECTIONS[parameter.item]][parameter.path] = jax.make_array_from_callback(
         parameter.shape,
         places[parameter.item][parameter.path],
         functools.partial(self.read, parameter),
       )
-    return tree
+    return {collection: to_nested(leaves) for collection, leaves in flat.items()}
 
 
 def open_model(name: str, text: str) -> StoredModel:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from deepseek_jax.checkpoint.names import to_nested
 from deepseek_jax.checkpoint.released_formats import TILE, decode
 from deepseek_jax.checkpoint.released_index import headers
 from deepseek_jax.checkpoint.released_names import Parameter, ReleasedTensor, Stored, parameters
@@ -32,14 +33,11 @@ def load_released(tensors: Tensors, cfg: ModelConfig, *, ignore: Sequence[str] =
   """
   if problems := list(released_problems(tensors, cfg, ignore=ignore)):
     raise ValueError(list_problems(problems))
-  tree: dict[str, Any] = {}
+  flat: dict[str, dict[str, np.ndarray]] = {name: {} for name in COLLECTIONS.values()}
   for parameter in parameters(cfg):
-    *folders, name = parameter.path.split("/")
-    node = tree.setdefault(COLLECTIONS[parameter.item], {})
-    for folder in folders:
-      node = node.setdefault(folder, {})
-    node[name] = read_part(tensors, parameter, tuple(slice(None) for _ in parameter.shape))
-  return tree
+    whole = tuple(slice(None) for _ in parameter.shape)
+    flat[COLLECTIONS[parameter.item]][parameter.path] = read_part(tensors, parameter, whole)
+  return {collection: to_nested(leaves) for collection, leaves in flat.items()}
 
 
 def list_problems(problems: Sequence[str]) -> str:

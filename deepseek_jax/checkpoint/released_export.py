@@ -23,12 +23,11 @@ from deepseek_jax.storage_path import write_atomically
 _BLOCK_BYTES = 2**27  # float32 values that are encoded at a time
 
 Arrays = Mapping[str, Mapping[str, ts.TensorStore]]  # by item and leaf name, as open_items gives
-
-Owners = Mapping[str, tuple[Parameter, int]]
+Owners = Mapping[str, tuple[Parameter, int]]  # by name of a released tensor
 
 
 @dataclasses.dataclass
-class Error:
+class Rounding:
   """What rounding has cost the tensors of a kind."""
 
   largest: float = 0.0  # error over the largest magnitude of its tensor
@@ -40,7 +39,7 @@ class Error:
     """Root mean square of the errors over that of the values."""
     return math.sqrt(self.of_errors / self.squares) if self.squares else 0.0
 
-  def add(self, other: "Error") -> None:
+  def add(self, other: "Rounding") -> None:
     self.largest = max(self.largest, other.largest)
     self.squares += other.squares
     self.of_errors += other.of_errors
@@ -72,22 +71,22 @@ def shape_problems(arrays: Arrays, cfg: ModelConfig) -> list[str]:
 
 def write_shard(
   arrays: Arrays, owners: Owners, shard: Shard, folder: pathlib.Path, dtype: str
-) -> dict[str, Error]:
+) -> dict[str, Rounding]:
   """Writes one file. Returns the errors of what it rounds, by kind of tensor.
 
   Raises: CheckpointError for values that are not finite; OSError.
   """
-  errors: dict[str, Error] = {}
+  roundings: dict[str, Rounding] = {}
 
   def pieces() -> Iterator[tuple[str, np.ndarray]]:
     for tensor in shard.tensors:
       parameter, number = owners[tensor.name]
       array = arrays[parameter.item][parameter.path]
-      error = errors.setdefault(kind(tensor.name), Error())
-      yield from _encoded(array, parameter, tensor, number, dtype, error)
+      rounding = roundings.setdefault(kind(tensor.name), Rounding())
+      yield from _encoded(array, parameter, tensor, number, dtype, rounding)
 
   write_safetensors(folder / shard.file, shard.entries, pieces())
-  return errors
+  return roundings
 
 
 def owners_of_tensors(cfg: ModelConfig) -> Owners:
@@ -114,9 +113,9 @@ def _encoded(
   tensor: ReleasedTensor,
   number: int,
   dtype: str,
-  error: Error,
+  rounding: Rounding,
 ) -> Iterator[tuple[str, np.ndarray]]:
-  own, top, stored = Error(), 0.0, stored_as(tensor, dtype)
+  own, top, stored = Rounding(), 0.0, stored_as(tensor, dtype)
   for values in _blocks(array, parameter, tensor, number):
     if not np.isfinite(values).all():
       raise CheckpointError(f"{parameter.path} holds values that are not finite.")
@@ -128,10 +127,10 @@ def _encoded(
       difference = (decode(weight, scale) - values).ravel()
       flat = values.ravel()
       largest = float(np.abs(difference).max())
-      own.add(Error(largest, float(flat @ flat), float(difference @ difference)))
+      own.add(Rounding(largest, float(flat @ flat), float(difference @ difference)))
       top = max(top, float(np.abs(flat).max()))
   own.largest = own.largest / top if top else 0.0
-  error.add(own)
+  rounding.add(own)
 
 
 def _blocks(

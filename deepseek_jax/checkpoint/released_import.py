@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from deepseek_jax.checkpoint.errors import CheckpointError
-from deepseek_jax.checkpoint.names import named_leaves
+from deepseek_jax.checkpoint.names import named_leaves, to_nested
 from deepseek_jax.checkpoint.released import COLLECTIONS, Tensors, read_part
 from deepseek_jax.checkpoint.released_names import Parameter, parameters
 from deepseek_jax.checkpoint.streamed import Unmade, write_step
@@ -32,13 +32,11 @@ def import_step(
   Raises: CheckpointError if the step cannot be written.
   """
   places = {item: named_leaves(shardings[name]) for item, name in COLLECTIONS.items()}
-  items: dict[str, Any] = {item: {} for item in COLLECTIONS}
+  flat: dict[str, dict[str, Unmade]] = {item: {} for item in COLLECTIONS}
   for parameter in parameters(cfg):
-    *folders, name = parameter.path.split("/")
-    node = items[parameter.item]
-    for folder in folders:
-      node = node.setdefault(folder, {})
-    node[name] = _unmade(tensors, parameter, places[parameter.item][parameter.path])
+    sharding = places[parameter.item][parameter.path]
+    flat[parameter.item][parameter.path] = _unmade(tensors, parameter, sharding)
+  items = {item: to_nested(leaves) for item, leaves in flat.items()}
   write_step(step_folder, items, {"data": {}, "meta": {**meta, "step": 0}})
 
 
