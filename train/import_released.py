@@ -1,6 +1,7 @@
 """A released checkpoint becomes the beginning of a run: a folder with config.json and step 0."""
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -100,7 +101,11 @@ def model_shardings(settings: Settings, mesh: jax.sharding.Mesh) -> Any:
 def description(released: ReleasedFolder) -> list[str]:
   """What is read and what is not, in sentences."""
   size = sum(stored.header.bytes for stored in released.tensors.values())
-  sentences = [f"{len(released.tensors):,} tensors with {size_text(size)} are read."]
+  ours = sum(4 * math.prod(parameter.shape) for parameter in parameters(released.cfg))
+  sentences = [
+    f"{len(released.tensors):,} tensors with {size_text(size)} become {size_text(ours)} of float32 "
+    "arrays, before compression."
+  ]
   for part, count in released.skipped.items():
     sentences.append(f"{count:,} tensors of the {part} are skipped; the model has no {part} yet.")
   return sentences
