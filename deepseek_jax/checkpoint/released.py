@@ -16,6 +16,7 @@ from deepseek_jax.config import ModelConfig
 COLLECTIONS = {"params": "params", "router": "balance"}  # item of a checkpoint -> Linen's name
 SHOWN = 20  # problems of a checkpoint in one message
 _BLOCK_BYTES = 2**26  # float32 values that are decoded at a time
+_ALIGNED = 64  # bytes
 
 Tensors = Mapping[str, StoredTensor]
 Range = tuple[int, int]
@@ -93,13 +94,21 @@ def read_part(tensors: Tensors, parameter: Parameter, index: tuple[slice, ...]) 
     index: of the part, a slice without a step for each axis.
   """
   ranges = [one.indices(size)[:2] for one, size in zip(index, parameter.shape, strict=True)]
-  part = np.empty([stop - start for start, stop in ranges], np.float32)
+  part = _empty([stop - start for start, stop in ranges])
   lead, inner = ranges[: len(parameter.lead)], ranges[len(parameter.lead) :]
   for place in np.ndindex(*(stop - start for start, stop in lead)):
     at = tuple(start + offset for (start, _), offset in zip(lead, place, strict=True))
     tensor = parameter.tensors[np.ravel_multi_index(at, parameter.lead) if at else 0]
     _fill(part[place], tensors, tensor, inner)
   return part
+
+
+def _empty(shape: Sequence[int]) -> np.ndarray:
+  """Where JAX takes it as it is: on a CPU it copies arrays that do not begin so."""
+  size = math.prod(shape)
+  raw = np.empty(size + _ALIGNED // 4, np.float32)
+  begin = -raw.ctypes.data % _ALIGNED // 4
+  return raw[begin : begin + size].reshape(shape)
 
 
 def _fill(ours: np.ndarray, tensors: Tensors, tensor: ReleasedTensor, inner: list[Range]) -> None:

@@ -17,6 +17,7 @@ from deepseek_jax.checkpoint.released_formats import TILE, decode, encode
 from deepseek_jax.checkpoint.released_index import Shard, stored_as
 from deepseek_jax.checkpoint.released_names import Parameter, ReleasedTensor, parameters
 from deepseek_jax.checkpoint.safetensors_file import write_safetensors
+from deepseek_jax.checkpoint.stored_arrays import chunk_shape, with_cache
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.storage_path import write_atomically
 
@@ -79,14 +80,27 @@ def write_shard(
   roundings: dict[str, Rounding] = {}
 
   def pieces() -> Iterator[tuple[str, np.ndarray]]:
+    opened: tuple[Parameter, ts.TensorStore] | None = None
     for tensor in shard.tensors:
       parameter, number = owners[tensor.name]
-      array = arrays[parameter.item][parameter.path]
+      if opened is None or opened[0] is not parameter:
+        array = arrays[parameter.item][parameter.path]
+        opened = parameter, with_cache(array, _shared_bytes(array, parameter))
       rounding = roundings.setdefault(kind(tensor.name), Rounding())
-      yield from _encoded(array, parameter, tensor, number, dtype, rounding)
+      yield from _encoded(opened[1], parameter, tensor, number, dtype, rounding)
 
   write_safetensors(folder / shard.file, shard.entries, pieces())
   return roundings
+
+
+def _shared_bytes(array: ts.TensorStore, parameter: Parameter) -> int:
+  """Size of the chunks that a block touches; its neighbours touch some of the same."""
+  tensor, lead = parameter.tensors[0], len(parameter.lead)
+  chunk = chunk_shape(array)
+  sizes = list(chunk[:lead]) + list(array.shape[lead:])
+  rows = lead + tensor.axes.index(0)  # the axis along which a tensor is cut into blocks
+  sizes[rows] = min(sizes[rows], _step(tensor) + 2 * chunk[rows])
+  return 4 * math.prod(sizes)
 
 
 def owners_of_tensors(cfg: ModelConfig) -> Owners:
@@ -138,12 +152,17 @@ def _blocks(
 ) -> Iterator[np.ndarray]:
   """The released tensor's rows in order, float32, each block at a multiple of a tile's rows."""
   place = np.unravel_index(number, parameter.lead) if parameter.lead else ()
-  factor = math.prod(tensor.view[1 : tensor.row_axes])  # released rows for each place of axis 0
-  unit = TILE // math.gcd(TILE, factor)
-  step = max(unit, _BLOCK_BYTES // (4 * math.prod(tensor.view[1:])) // unit * unit)
+  step = _step(tensor)
   to_view = [tensor.axes.index(axis) for axis in range(len(tensor.view))]
   for begin in range(0, tensor.view[0], step):
     ranges = [slice(begin, min(begin + step, tensor.view[0])), *map(slice, tensor.view[1:])]
     index = (*map(int, place), *(ranges[axis] for axis in tensor.axes))
     values = np.asarray(array[index].read().result(), np.float32).transpose(to_view)
     yield values.reshape(-1, *tensor.shape[1:])
+
+
+def _step(tensor: ReleasedTensor) -> int:
+  """Places of the view's first axis in a block."""
+  factor = math.prod(tensor.view[1 : tensor.row_axes])  # released rows for each of them
+  unit = TILE // math.gcd(TILE, factor)
+  return max(unit, _BLOCK_BYTES // (4 * math.prod(tensor.view[1:])) // unit * unit)

@@ -51,7 +51,7 @@ def _unmade(tensors: Tensors, parameter: Parameter, sharding: jax.sharding.Shard
 
     return jax.make_array_from_callback(parameter.shape, sharding, part)
 
-  return Unmade(parameter.shape, np.dtype(np.float32), make)
+  return Unmade(parameter.shape, np.dtype(np.float32), make, len(parameter.lead))
 
 
 def _read(tensors: Tensors, parameter: Parameter, index: tuple[slice, ...]) -> np.ndarray:

@@ -1,6 +1,5 @@
 """The arrays of a step of ours as they lie on disk: described without being read, read in parts."""
 
-import math
 from typing import Any
 
 import tensorstore as ts
@@ -8,9 +7,9 @@ import tensorstore as ts
 from deepseek_jax.checkpoint import remote_storage
 from deepseek_jax.checkpoint.errors import CheckpointError
 from deepseek_jax.checkpoint.manifest import read_manifest
-from deepseek_jax.storage_path import RemotePath, StoragePath
+from deepseek_jax.storage_path import RETRIES, RemotePath, StoragePath
 
-_CACHE_BYTES = 2**30  # of chunks that were read, so that none is read twice in a row
+_CACHE_BYTES = 2**28  # of chunks that were read, shared by the arrays of an item
 _ARRAY = "/.zarray"  # ends the key of an array's description
 
 
@@ -33,6 +32,12 @@ def chunk_shape(array: ts.TensorStore) -> tuple[int, ...]:
   return tuple(int(size or 1) for size in array.chunk_layout.read_chunk.shape or array.shape)
 
 
+def with_cache(array: ts.TensorStore, cache_bytes: int) -> ts.TensorStore:
+  """The array with so much room for chunks that several parts share, for itself alone."""
+  spec = array.spec().to_json()  # without the context that it was opened in
+  return ts.open(spec, open=True, read=True, context=_context(cache_bytes)).result()
+
+
 def _open_local(item: str) -> dict[str, ts.TensorStore]:
   """Orbax keeps an item in one OCDBT database; a leaf's name has dots in its key."""
   database = {"driver": "ocdbt", "base": f"file://{item}/"}
@@ -40,12 +45,7 @@ def _open_local(item: str) -> dict[str, ts.TensorStore]:
   names = sorted(key.removesuffix(_ARRAY) for key in keys if key.endswith(_ARRAY))
   context = _context(_CACHE_BYTES)
   opening = {name: _open(database, name, context) for name in names}
-  arrays = {name: opened.result() for name, opened in opening.items()}
-  for name, array in arrays.items():
-    chunk = math.prod(chunk_shape(array)) * array.dtype.numpy_dtype.itemsize
-    if chunk > _CACHE_BYTES:  # an array saved whole by one device
-      arrays[name] = _open(database, name, _context(2 * chunk)).result()
-  return {name.replace(".", "/"): array for name, array in arrays.items()}
+  return {name.replace(".", "/"): opened.result() for name, opened in opening.items()}
 
 
 def _open(database: dict[str, Any], name: str, context: ts.Context) -> ts.Future:
@@ -58,7 +58,8 @@ def _open(database: dict[str, Any], name: str, context: ts.Context) -> ts.Future
 
 
 def _context(cache_bytes: int) -> ts.Context:
-  return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
+  retries = {"s3_request_retries": RETRIES, "gcs_request_retries": RETRIES}
+  return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}, **retries})
 
 
 def _open_remote(step_folder: RemotePath) -> dict[str, dict[str, ts.TensorStore]]:

@@ -27,6 +27,7 @@ class Unmade:
   shape: tuple[int, ...]
   dtype: np.dtype
   make: Callable[[], jax.Array]
+  lead: int = 0  # axes at the front whose places are stored apart, to be read one by one
 
   @property
   def nbytes(self) -> int:
@@ -60,7 +61,7 @@ def write_step(folder: pathlib.Path, items: dict[str, Any], documents: dict[str,
   registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
   registry.add(None, ocp.args.PyTreeSave, arrays)
   registry.add(None, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
-  chunks = lambda item: jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), item)
+  chunks = lambda item: jax.tree.map(_chunks, item)
   try:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=registry)) as writer:
       writer.save(
@@ -74,6 +75,10 @@ def write_step(folder: pathlib.Path, items: dict[str, Any], documents: dict[str,
       manifest.write_manifest(folder)
   except SAVE_ERRORS as error:
     raise CheckpointError(f"{folder} cannot be written: {reason(error)}.") from error
+
+
+def _chunks(leaf: Unmade) -> ocp.SaveArgs:
+  return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=tuple(range(leaf.lead)))
 
 
 def _registry() -> Any:

@@ -28,7 +28,7 @@ from deepseek_jax.checkpoint.safetensors_file import (
   read_safetensors,
   write_safetensors,
 )
-from deepseek_jax.checkpoint.stored_arrays import open_items
+from deepseek_jax.checkpoint.stored_arrays import chunk_shape, open_items
 from deepseek_jax.layout import Document, build_layout, stack_layouts
 from deepseek_jax.ngram import NgramHash
 from deepseek_jax.sharding import make_mesh
@@ -122,6 +122,8 @@ def test_an_import_is_a_step_on_the_mesh_with_the_decoded_values(imported, begin
       np.testing.assert_array_equal(np.asarray(leaf), decoded[name], name)
   experts = step.items["params"]["layer_0"]["moe"]["experts"]["w1"]
   assert len({str(shard.index) for shard in experts.addressable_shards}) == 8
+  stored = open_items(imported / "checkpoints" / "0")["params"]["layer_0/moe/experts/w1"]
+  assert chunk_shape(stored)[0] == 1  # an export reads expert by expert
   assert manifest.verify_step(imported / "checkpoints" / "0") == []
   assert step.step == 0
 
