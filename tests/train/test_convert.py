@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from deepseek_jax.checkpoint import manifest, restore_step
+from deepseek_jax.checkpoint import Checkpoints, manifest, restore_step
 from deepseek_jax.checkpoint.names import named_leaves
 from deepseek_jax.checkpoint.released import load_released
 from deepseek_jax.checkpoint.released_config import released_config
@@ -32,7 +32,8 @@ from deepseek_jax.checkpoint.stored_arrays import chunk_shape, open_items
 from deepseek_jax.layout import Document, build_layout, stack_layouts
 from deepseek_jax.ngram import NgramHash
 from deepseek_jax.sharding import make_mesh
-from train import convert
+from deepseek_jax.storage_path import storage_path
+from train import convert, inspect
 from train.errors import Exit, UsageError
 from train.import_released import description
 from train.programs import build_programs
@@ -226,3 +227,19 @@ def test_an_export_in_many_files_is_the_one_in_one_file(imported, tmp_path):
   wanted = named_leaves(load_released(read_headers(CASE / "weights.safetensors"), cfg))
   for name, values in values_of(tmp_path).items():
     np.testing.assert_array_equal(values, wanted[name], name)
+
+
+@pytest.mark.slow
+def test_a_run_in_an_object_store_goes_out_as_a_local_one_does(converted, s3, tmp_path):
+  url, released = f"{s3}/run", open_released(converted / "case")
+  tree = load_released(released.tensors, released.cfg)
+  items = jax.tree.map(jax.numpy.asarray, {"params": tree["params"], "router": tree["balance"]})
+  checkpoints = Checkpoints(f"{url}/checkpoints")
+  checkpoints.save(7, items, data={}, meta={})
+  checkpoints.close()
+  config = (converted / "run" / "config.json").read_bytes()
+  (storage_path(url) / "config.json").write_bytes(config)
+  assert to_released(url, tmp_path / "out") == Exit.DONE
+  wanted = {p.name: p.read_bytes() for p in (converted / "released").iterdir()}
+  assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == wanted
+  assert inspect.main(["--checkpoint", url, "--hashes"]) == Exit.DONE
