@@ -94,6 +94,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
   )
 
 
+@pytest.mark.slow
 def test_the_index_of_the_release_comes_from_its_configuration_alone(tmp_path, capsys):
   output = tmp_path / "index.json"
   assert inspect.main(["--config", "configs/flash.py", "--output", str(output)]) == Exit.DONE
