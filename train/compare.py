@@ -69,9 +69,9 @@ def compare(name: str, ours: np.ndarray, recorded: np.ndarray, held_to: float | 
   """Difference of two arrays; places that are not finite must agree."""
   is_integer = recorded.dtype.kind in "ibu"
   if name.endswith(".topk"):
-    ours, recorded = _same_width(ours), _same_width(recorded)
+    ours, recorded = same_width(ours), same_width(recorded)
     width = max(ours.shape[-1], recorded.shape[-1])
-    ours, recorded = (_same_width(x, width) for x in (ours, recorded))
+    ours, recorded = (same_width(x, width) for x in (ours, recorded))
   if ours.shape != recorded.shape:
     return Difference(name, np.inf, np.inf, False, is_integer, held_to)
   a, b = ours.astype(np.float64), recorded.astype(np.float64)
@@ -86,7 +86,7 @@ def compare(name: str, ours: np.ndarray, recorded: np.ndarray, held_to: float | 
   return Difference(name, error, relative, identical, is_integer, held_to)
 
 
-def _same_width(ids_BSK: np.ndarray, width: int = 0) -> np.ndarray:
+def same_width(ids_BSK: np.ndarray, width: int = 0) -> np.ndarray:
   """Choices are -1 at the end, so their number may differ by padding alone."""
   grow = max(0, width - ids_BSK.shape[-1])
   return np.pad(ids_BSK, [(0, 0)] * (ids_BSK.ndim - 1) + [(0, grow)], constant_values=-1)

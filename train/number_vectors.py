@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepseek_jax.checkpoint.released import dequantize
+from deepseek_jax.checkpoint.released_formats import decode
 from deepseek_jax.checkpoint.safetensors_file import read_safetensors
 from deepseek_jax.ops import number_formats as formats
 from deepseek_jax.ops import quantize
@@ -20,7 +20,7 @@ def recompute(path: pathlib.Path) -> tuple[dict[str, np.ndarray], dict[str, np.n
   """(ours, recorded) by vector name."""
   recorded = read_safetensors(path)
   v = {name: jnp.asarray(value) for name, value in recorded.items()}
-  weight = lambda name, scale: jnp.asarray(dequantize(recorded[name], recorded[scale]))
+  weight = lambda name, scale: jnp.asarray(decode(recorded[name], recorded[scale]))
   ours: dict[str, jax.Array] = {
     "e4m3.values": formats.decode_e4m3(v["e4m3.codes"]),
     "e8m0.values": formats.decode_e8m0(v["e8m0.codes"]),

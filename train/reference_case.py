@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 
-from deepseek_jax.checkpoint.released import load_released, released_config
-from deepseek_jax.checkpoint.safetensors_file import read_safetensors
+from deepseek_jax.checkpoint.released import load_released
+from deepseek_jax.checkpoint.released_config import released_config
+from deepseek_jax.checkpoint.released_parts import NOT_BACKBONE
+from deepseek_jax.checkpoint.safetensors_file import read_headers, read_safetensors
 from deepseek_jax.config import ModelConfig, NumericsConfig
 from deepseek_jax.layout import PADDING, TEXT, Document, Layout, build_layout, stack_layouts
 from deepseek_jax.model import Model, logits
@@ -29,8 +30,6 @@ NUMERICS = {
   "fp32_actqat": NumericsConfig(compute_dtype="float32", activations_fp8=True, **_ON),
   "bf16": NumericsConfig(compute_dtype="bfloat16", scores_bf16=True, **_ON),
 }
-# Parts of a released checkpoint that the backbone does not hold.
-NOT_BACKBONE = ("vision.", "aligner.", "image_start", "image_end", "image_newline", "mtp.")
 
 
 class CaseError(Exception):
@@ -72,11 +71,8 @@ def load_case(folder: pathlib.Path, numerics: str) -> Case:
       raise CaseError(f"{folder / 'config.json'}: {' '.join(problems)}")
     recorded = read_safetensors(outputs_file(folder, numerics))
     _check_input_ids(folder, recorded)
-    model, rows = Model(cfg), recorded["input_ids"][:, :1]
-    layout = _layout(cfg, rows, None, _hashing(folder, cfg))
-    abstract = jax.eval_shape(lambda key: nn.unbox(model.init(key, layout)), jax.random.key(0))
-    weights = read_safetensors(folder / "weights.safetensors")
-    variables = load_released(weights, abstract, cfg.engram, ignore=NOT_BACKBONE)
+    weights = read_headers(folder / "weights.safetensors")
+    variables = load_released(weights, cfg, ignore=NOT_BACKBONE)
   except (
     OSError,
     ValueError,
@@ -127,20 +123,30 @@ def _layout(cfg: ModelConfig, ids_BS, types_BS, hashing) -> Layout:
   return stack_layouts(rows)
 
 
-def run_case(case: Case, *, site_by_site: bool) -> dict[str, np.ndarray]:
+def run_case(
+  case: Case, *, site_by_site: bool, replayed: tuple[str, ...] = ()
+) -> dict[str, np.ndarray]:
   """Our traces by reference name.
 
   With site_by_site every recorded value takes the place of ours after it was noted, so that each
-  site is fed with recorded inputs. Otherwise only recorded embeddings of image spans are put in.
+  site is fed with recorded inputs. Otherwise only recorded embeddings of image spans are put in,
+  and traces whose names end as `replayed` says.
   """
   hashing = None
   if case.compressed_id is not None:
     hashing = NgramHash(case.cfg.engram, case.compressed_id)
   ids_BS, types_BS = case.recorded["input_ids"], case.recorded.get("token_types")
   layout = _layout(case.cfg, ids_BS, types_BS, hashing)
-  fed = dict(case.recorded) if site_by_site else {}
+  chosen = lambda name: site_by_site or name.endswith(replayed)
+  fed = {name: value for name, value in case.recorded.items() if chosen(name)}
   if case.has_images:
     fed["embed_out"] = case.recorded["embed_out"]
+  return _cut(traces(case.cfg, case.variables, layout, fed), case)
+
+
+def traces(cfg: ModelConfig, variables: Any, layout: Layout, fed: dict) -> dict[str, np.ndarray]:
+  """Every tapped value and the logits by name; values of `fed` take the place of ours."""
+  rows = len(layout.tokens)
 
   @jax.jit
   def forward(variables, layout, fed):
@@ -149,15 +155,14 @@ def run_case(case: Case, *, site_by_site: bool) -> dict[str, np.ndarray]:
     def tap(name, value):
       ours[name] = value
       recorded = fed.get(name)
-      return value if recorded is None else _put(name, recorded, value, len(ids_BS))
+      return value if recorded is None else _put(name, recorded, value, rows)
 
-    output: Any = Model(case.cfg, tap=tap).apply(variables, layout)
+    output: Any = Model(cfg, tap=tap).apply(variables, layout)
     ours["logits"] = logits(output)
     return ours
 
   with jax.default_matmul_precision("highest"):  # accelerators shorten float32 operands otherwise
-    ours = jax.tree.map(np.asarray, forward(case.variables, layout, fed))
-  return _cut(ours, case)
+    return jax.tree.map(np.asarray, forward(variables, layout, fed))
 
 
 def _put(name: str, recorded, value, rows: int):

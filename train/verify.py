@@ -21,16 +21,24 @@ _DRAFTER = "mtp.", "draft_"  # traces that need the drafter, which is separate w
 
 def main(argv: list[str]) -> int:
   """Prints a table per case; returns 0, 1 where a bound is exceeded, 2 for wrong usage."""
-  parser = argparse.ArgumentParser("python -m train verify", description=__doc__)
+  if any(word.partition("=")[0] in ("--checkpoint", "--against") for word in argv):
+    from train import verify_checkpoint  # only now: it loads the libraries of a run
+
+    return verify_checkpoint.main(argv)
+  parser = argparse.ArgumentParser(
+    "python -m train verify",
+    description=__doc__,
+    epilog="verify --checkpoint A --against B compares checkpoints; see its --help.",
+  )
   parser.add_argument("--reference", type=pathlib.Path, required=True, metavar="DIR",
                       help="a case, or a folder of cases")  # fmt: skip
   parser.add_argument("--numerics", choices=sorted(NUMERICS), action="append",
-                      help="may be given more than once; default fp32 and fp32_qat")  # fmt: skip
+                      help="may be given more than once; default: all of float32")  # fmt: skip
   parser.add_argument(
     "--output", type=pathlib.Path, metavar="F.json", help="also write the numbers"
   )
   arguments = parser.parse_args(argv)
-  numerics = arguments.numerics or ["fp32", "fp32_qat"]
+  numerics = arguments.numerics or ["fp32", "fp32_qat", "fp32_actqat"]
   try:
     report = Report()
     for folder in _cases(arguments.reference):

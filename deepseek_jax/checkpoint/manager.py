@@ -247,10 +247,10 @@ class Checkpoints:
     if self._primary:
       self._steps.remove_partial(step)
     free = self._steps.free_bytes()
-    room = "" if free is None else f", {_size(free)} are free"
+    room = "" if free is None else f", {storage.size_text(free)} are free"
     sentence = (
       f"Checkpoint {step} could not be saved in {self._directory}: {storage.reason(error)} "
-      f"(it needs about {_size(self._bytes_needed)}{room})."
+      f"(it needs about {storage.size_text(self._bytes_needed)}{room})."
     )
     if self._on_error == "stop":
       raise CheckpointError(sentence) from error
@@ -278,14 +278,6 @@ def _from_primary(chosen: int, failed: bool) -> tuple[int, bool]:
 def _bytes(state_items: dict[str, Any]) -> int:
   """Size of the state, each array counted once however often it is replicated."""
   return sum(leaf.nbytes for leaf in jax.tree.leaves(state_items))
-
-
-def _size(count: float) -> str:
-  for unit in ("bytes", "kB", "MB", "GB"):
-    if count < 1000:
-      return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-    count /= 1000
-  return f"{count:.1f} TB"
 
 
 def _list(problems: list[str], shown: int = 3) -> str:

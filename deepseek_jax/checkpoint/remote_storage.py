@@ -99,7 +99,7 @@ def _read_item(path: RemotePath, item: str, tree: Any, stored: list[str]) -> Any
     if name.startswith(f"{item}/") and name.endswith(ending)
   ]
   try:
-    opening = {name: _open(path / item / name) for name in present}
+    opening = {name: open_array(path / item / name) for name in present}
     arrays = {name: opened.result() for name, opened in opening.items()}
     kinds = {
       name: jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype)
@@ -168,5 +168,6 @@ def _create(path: RemotePath, leaf: _Leaf) -> ts.Future:
   )
 
 
-def _open(path: RemotePath) -> ts.Future:
+def open_array(path: RemotePath) -> ts.Future:
+  """One array of an item, for reading."""
   return path.open_array({"driver": "zarr3"}, open=True, read=True)

@@ -1,12 +1,20 @@
-"""Reads safetensors files with every dtype that the release uses, as NumPy arrays."""
+"""Safetensors files with every dtype that the release uses: whole, by rows, and written in pieces.
 
+The library of that name reads and writes whole tensors only; a table of the release has 98 GB. A
+file is the length of its header (8 bytes), the header as JSON, and the tensors one after another.
+"""
+
+import json
+import math
+import os
 import pathlib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
-import safetensors
 
-_DTYPES = {
+DTYPES = {
   "F32": np.float32,
   "BF16": ml_dtypes.bfloat16,
   "F8_E4M3": ml_dtypes.float8_e4m3fn,
@@ -17,20 +25,125 @@ _DTYPES = {
   "I64": np.int64,
   "BOOL": np.bool_,
 }
+ITEM_BYTES = {name: np.dtype(dtype).itemsize for name, dtype in DTYPES.items()}
+_LENGTH = 8  # bytes of the header's length
+_METADATA = "__metadata__"  # the one entry of a header that is no tensor
+_HEADER_AT_MOST = 100_000_000  # bytes, a rule of the format
+
+
+class Header(NamedTuple):
+  dtype: str  # a key of DTYPES
+  shape: tuple[int, ...]
+
+  @property
+  def bytes(self) -> int:
+    return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class StoredTensor(NamedTuple):
+  """Where a tensor lies."""
+
+  path: pathlib.Path
+  header: Header
+  offset: int  # of its first byte in the file
+
+  def rows(self, start: int, stop: int) -> np.ndarray:
+    """Part of the tensor along its first axis; reads nothing else."""
+    row = self.header._replace(shape=self.header.shape[1:])
+    part = Header(row.dtype, (stop - start, *row.shape))
+    return self._read(part, self.offset + start * row.bytes)
+
+  def whole(self) -> np.ndarray:
+    return self._read(self.header, self.offset)
+
+  def _read(self, part: Header, offset: int) -> np.ndarray:
+    dtype, count = DTYPES[part.dtype], math.prod(part.shape)
+    flat = np.fromfile(self.path, dtype, count, offset=offset)
+    if len(flat) < count:
+      raise ValueError(f"{self.path} ends before its header says that it does.")
+    return flat.reshape(part.shape)
+
+
+def read_headers(path: pathlib.Path) -> dict[str, StoredTensor]:
+  """The tensors of a file by name, without reading them.
+
+  Raises: ValueError for a damaged file or an unknown dtype; OSError.
+  """
+  size = path.stat().st_size
+  with open(path, "rb") as file:
+    length = int.from_bytes(file.read(_LENGTH), "little")
+    if size < _LENGTH or length > min(size - _LENGTH, _HEADER_AT_MOST):
+      raise _damaged(path, "its header is cut off")
+    text = file.read(length)
+  try:
+    entries = {name: value for name, value in json.loads(text).items() if name != _METADATA}
+    found = {
+      name: (value["dtype"], tuple(map(int, value["shape"])), *map(int, value["data_offsets"]))
+      for name, value in entries.items()
+    }
+  except (ValueError, KeyError, TypeError, AttributeError):
+    raise _damaged(path, "its header is not what the format says") from None
+  return dict(_located(path, found, _LENGTH + length, size))
+
+
+def _located(path, found, data: int, size: int) -> Iterable[tuple[str, StoredTensor]]:
+  """Checks that the tensors follow one another without a gap to the end of the file."""
+  expected = 0
+  for name, (dtype, shape, begin, end) in sorted(found.items(), key=lambda item: item[1][2:]):
+    if dtype not in DTYPES:
+      raise ValueError(f"{path}: tensor {name} has dtype {dtype}, known are {sorted(DTYPES)}.")
+    header = Header(dtype, shape)
+    if begin != expected or end - begin != header.bytes:
+      raise _damaged(path, f"tensor {name} does not lie where its shape says")
+    expected = end
+    yield name, StoredTensor(path, header, data + begin)
+  if data + expected != size:
+    raise _damaged(path, f"it has {size} bytes and its tensors need {data + expected}")
+
+
+def _damaged(path: pathlib.Path, why: str) -> ValueError:
+  return ValueError(f"{path} is not a readable safetensors file: {why}.")
 
 
 def read_safetensors(path: pathlib.Path) -> dict[str, np.ndarray]:
-  """All tensors of a file by name. Raises ValueError for a damaged file or an unknown dtype."""
-  try:
-    entries = safetensors.deserialize(path.read_bytes())
-  except safetensors.SafetensorError as error:
-    raise ValueError(f"{path} is not a readable safetensors file: {error}.") from None
-  tensors = {}
-  for name, entry in entries:
-    if entry["dtype"] not in _DTYPES:
-      raise ValueError(
-        f"{path}: tensor {name} has dtype {entry['dtype']}, known are {sorted(_DTYPES)}."
-      )
-    flat = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]])
-    tensors[name] = flat.reshape(entry["shape"])
-  return tensors
+  """All tensors of a file by name. Raises as `read_headers`."""
+  return {name: tensor.whole() for name, tensor in read_headers(path).items()}
+
+
+def write_safetensors(
+  path: pathlib.Path,
+  entries: Mapping[str, Header],
+  pieces: Iterable[tuple[str, np.ndarray]],
+) -> None:
+  """Writes a file and makes it durable; one piece of a tensor is in memory.
+
+  Args:
+    path: replaced if it exists.
+    entries: tensors in the order of the file.
+    pieces: (name, values); those of a tensor in order, cut along its first axis.
+
+  Raises: ValueError if the pieces of a tensor are not the whole of it.
+  """
+  described, begins, end = {}, {}, 0
+  for name, header in entries.items():
+    begins[name], end = end, end + header.bytes
+    described[name] = {
+      "dtype": header.dtype,
+      "shape": list(header.shape),
+      "data_offsets": [begins[name], end],
+    }
+  text = json.dumps({_METADATA: {"format": "pt"}, **described}, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % _LENGTH)  # so that the tensors begin at a multiple of 8
+  written = dict.fromkeys(entries, 0)
+  with open(path, "wb") as file:
+    file.write(len(text).to_bytes(_LENGTH, "little") + text)
+    for name, piece in pieces:
+      piece = np.ascontiguousarray(piece, DTYPES[entries[name].dtype])
+      file.seek(_LENGTH + len(text) + begins[name] + written[name])
+      file.write(piece.reshape(-1).view(np.uint8).data)
+      written[name] += piece.nbytes
+    file.flush()
+    os.fsync(file.fileno())
+  for name, header in entries.items():
+    if written[name] != header.bytes:
+      raise ValueError(f"Tensor {name} has {written[name]} bytes instead of {header.bytes}.")

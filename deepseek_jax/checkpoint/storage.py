@@ -33,8 +33,7 @@ class Storage:
   """Asynchronous writer, one save in flight."""
 
   def __init__(self) -> None:
-    logging.getLogger("absl").addFilter(_is_news)
-    asyncio_utils.run_sync = _run_to_the_last_task
+    fail_quietly()
     handler = _Items(handler_registry=_handlers(RESTORE_BYTES))
     self._writer = ocp.AsyncCheckpointer(handler, timeout_secs=COMMIT_TIMEOUT)
 
@@ -57,6 +56,12 @@ class Storage:
 
   def close(self) -> None:
     self._writer.close()
+
+
+def fail_quietly() -> None:
+  """From now on a write that fails in Orbax raises, without tracebacks and writes behind it."""
+  logging.getLogger("absl").addFilter(_is_news)
+  asyncio_utils.run_sync = _run_to_the_last_task
 
 
 class _AllOf:
@@ -191,6 +196,15 @@ def reason(error: BaseException) -> str:
   if isinstance(error, OSError) and error.strerror:
     return error.strerror
   return text.splitlines()[0][:200]
+
+
+def size_text(count: float) -> str:
+  """A number of bytes for a sentence."""
+  for unit in ("bytes", "kB", "MB", "GB"):
+    if count < 1000:
+      return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+    count /= 1000
+  return f"{count:.1f} TB"
 
 
 def _is_news(record: logging.LogRecord) -> bool:

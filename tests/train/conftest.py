@@ -14,9 +14,11 @@ import pytest
 from data.prepare.run import PrepareRequest, prepare
 from deepseek_jax.storage_path import RemotePath
 from tests.conftest import QUICK_XLA
-from train import metric_lines, settings
+from train import convert, metric_lines, settings
+from train.errors import Exit
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+REFERENCE = ROOT / "tests" / "reference"
 SLOTS, VOCAB = 64, 300
 TIMING = ("tokens_per_second", "step_seconds", "data_wait_seconds", "mfu")
 PATIENCE = 300  # seconds for a process that compiles on a busy machine
@@ -45,6 +47,26 @@ def damaged(prepared, tmp_path):
   used = np.flatnonzero(np.frombuffer(bytes(content[: 1 << 16]), np.uint8))  # zeros fill the block
   content[int(used[-1]) // 2] ^= 0xFF
   shard.write_bytes(content)
+  return folder
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory):
+  """A reference case as a released checkpoint ("case"), what it becomes on eight devices ("run")
+  and what that becomes ("released")."""
+  folder = tmp_path_factory.mktemp("converted")
+  shutil.copytree(
+    REFERENCE / "quantized_model",
+    folder / "case",
+    ignore=shutil.ignore_patterns("outputs*", "*.md", "compressed_map.json"),
+  )
+  go = lambda source, target, *words: convert.main(
+    ["--checkpoint", str(folder / source), "--output", str(folder / target), *words]
+  )
+  mesh = ("--config.mesh.fsdp=4", "--config.mesh.expert=2")
+  assert go("case", "run", "--format", "checkpoint", *mesh) == Exit.DONE
+  assert go("run", "released", "--format", "released", "--dtype", "released") == Exit.DONE
+  assert sorted(path.name for path in folder.iterdir()) == ["case", "released", "run"]
   return folder
 
 

@@ -1,0 +1,136 @@
+"""A released checkpoint on disk: config.json, safetensors files and their index; only headers are
+read."""
+
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from deepseek_jax.checkpoint.errors import CheckpointError
+from deepseek_jax.checkpoint.released import list_problems, released_problems, tensor_problems
+from deepseek_jax.checkpoint.released_config import read_config, released_config
+from deepseek_jax.checkpoint.released_parts import (
+  DRAFTER,
+  NOT_BACKBONE,
+  VISION,
+  DrafterSizes,
+  VisionSizes,
+  drafter_tensors,
+  vision_tensors,
+)
+from deepseek_jax.checkpoint.safetensors_file import StoredTensor, read_headers
+from deepseek_jax.config import ModelConfig
+from deepseek_jax.ngram import NgramHash
+
+INDEX = "model.safetensors.index.json"
+
+
+class ReleasedFolder(NamedTuple):
+  path: pathlib.Path
+  values: dict[str, Any]  # config.json
+  cfg: ModelConfig
+  tensors: dict[str, StoredTensor]  # those of the backbone and the Engram tables
+  skipped: dict[str, int]  # tensors of parts that we do not hold: "vision", "drafter"
+
+
+def is_released(path: pathlib.Path) -> bool:
+  """Whether a folder looks like a released checkpoint."""
+  return (path / "config.json").is_file() and any(path.glob("*.safetensors*"))
+
+
+def open_released(path: pathlib.Path) -> ReleasedFolder:
+  """Reads configuration, index and headers, and checks that all fit each other.
+
+  Raises: CheckpointError that lists every tensor which is missing, unknown, or not what the
+    configuration says.
+  """
+  try:
+    values = read_config(path)
+    cfg = released_config(values)
+    if problems := cfg.problems():
+      raise ValueError(f"{path / 'config.json'}: {' '.join(problems)}")
+    if cfg.engram.layers:
+      NgramHash(cfg.engram, np.zeros(0, np.int32))  # raises for rows that are no sums of primes
+    tensors = read_all_headers(path)
+    problems = list(_problems(tensors, values, cfg))
+  except ValueError as error:
+    raise CheckpointError(str(error)) from None
+  except OSError as error:
+    raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror}.") from None
+  except (KeyError, TypeError, AttributeError, IndexError) as error:
+    # A configuration is input, and whatever it holds is the user's to mend.
+    raise CheckpointError(f"{path / 'config.json'}: {type(error).__name__}: {error}.") from None
+  if problems:
+    raise CheckpointError(f"{path} does not fit its config.json: {list_problems(problems)}")
+  beginnings = {"vision": VISION, "drafter": DRAFTER}
+  counts = {part: sum(n.startswith(names) for n in tensors) for part, names in beginnings.items()}
+  skipped = {part: count for part, count in counts.items() if count}
+  return ReleasedFolder(path, values, cfg, _backbone(tensors), skipped)
+
+
+def _backbone(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+  return {name: at for name, at in tensors.items() if not name.startswith(NOT_BACKBONE)}
+
+
+def read_all_headers(path: pathlib.Path) -> dict[str, StoredTensor]:
+  """Every tensor of a folder's files. Raises ValueError where index and files differ."""
+  files = sorted(path.glob("*.safetensors"))
+  index = path / INDEX
+  if index.is_file():
+    wanted = _weight_map(index)
+    absent = sorted(set(wanted.values()) - {file.name for file in files})
+    if absent:
+      raise ValueError(f"{path} lacks {', '.join(absent)}, which {INDEX} names.")
+    files = [file for file in files if file.name in set(wanted.values())]
+  if not files:
+    raise ValueError(f"{path} holds no safetensors file.")
+  tensors: dict[str, StoredTensor] = {}
+  problems: list[str] = []
+  for file in files:
+    for name, stored in read_headers(file).items():
+      if name in tensors:
+        problems.append(f"tensor {name} is in {tensors[name].path.name} and in {file.name}")
+      tensors[name] = stored
+  if index.is_file():
+    problems += _index_problems(wanted, tensors)
+  if problems:
+    raise ValueError(f"{path}: {list_problems(problems)}")
+  return tensors
+
+
+def _weight_map(index: pathlib.Path) -> dict[str, str]:
+  try:
+    wanted = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return {str(name): str(file) for name, file in wanted.items()}
+  except (ValueError, KeyError, TypeError, AttributeError):
+    raise ValueError(f"{index} is no index: it has no weight_map.") from None
+
+
+def _index_problems(wanted: dict[str, str], tensors: dict[str, StoredTensor]) -> Iterator[str]:
+  for name, file in wanted.items():
+    if name not in tensors:
+      yield f"the index has tensor {name}, no file has it"
+    elif tensors[name].path.name != file:
+      yield f"the index has tensor {name} in {file}, it is in {tensors[name].path.name}"
+  yield from (f"{tensors[n].path.name} has tensor {n}, the index has not"
+              for n in tensors if n not in wanted)  # fmt: skip
+
+
+def _problems(
+  tensors: dict[str, StoredTensor], values: dict[str, Any], cfg: ModelConfig
+) -> Iterator[str]:
+  """Of all parts; those that we do not hold are checked by name and shape."""
+  own = _backbone(tensors)
+  yield from released_problems(own, cfg)
+  vision, drafter = VisionSizes.from_config(values), DrafterSizes.from_config(values)
+  others = [
+    *(vision_tensors(vision, cfg) if vision else ()),
+    *(drafter_tensors(drafter, cfg) if drafter else ()),
+  ]
+  unused = set(tensors) - set(own)
+  for tensor in others:
+    yield from tensor_problems(tensors, tensor)
+    unused -= {tensor.name, tensor.scale_name}
+  yield from (f"unused tensor {name}" for name in sorted(unused))

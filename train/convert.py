@@ -1,0 +1,98 @@
+r"""Released checkpoints in and out.
+
+python -m train convert --checkpoint RELEASED --output RUN --format checkpoint
+python -m train convert --checkpoint RUN --output DIR --format released --dtype released
+"""
+
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from deepseek_jax.checkpoint import CheckpointError
+from deepseek_jax.checkpoint.released_folder import is_released
+from deepseek_jax.storage_path import is_remote
+from train import processes, settings
+from train.errors import Exit, UsageError
+from train.export_released import export_released
+from train.import_released import import_released
+from train.pretrain import join_and_find_devices
+
+USAGE = """python -m train convert --checkpoint FROM --output TO --format FORMAT [--dtype DTYPE]
+                        [--config.KEY=VALUE ...]
+
+--checkpoint  a released checkpoint (config.json and *.safetensors), or a run folder or one of its
+              steps
+--output      a folder that does not exist yet
+--format      checkpoint: a run folder with step 0, to start from; released: safetensors files with
+              their index and config.json
+--dtype       with --format released: released (FP8 and FP4, as the release stores it) or bfloat16
+--config.KEY  with --format checkpoint: of the run that starts there, such as mesh.expert"""
+ARGUMENTS = ("--checkpoint", "--output", "--format", "--dtype")
+FORMATS, DTYPES = ("checkpoint", "released"), ("released", "bfloat16")
+
+
+class Request(NamedTuple):
+  checkpoint: str
+  output: pathlib.Path
+  format: str
+  dtype: str  # "" without --dtype
+  overrides: dict[str, str]
+
+
+def main(argv: Sequence[str]) -> int:
+  """Converts. Returns the exit code; raises UsageError with every problem of the arguments."""
+  if any(word in ("--help", "-h") for word in argv):
+    print(USAGE)
+    return Exit.DONE
+  devices = join_and_find_devices()
+  with processes.agreed():
+    request = parse(argv)
+  try:
+    if request.format == "checkpoint":
+      source = pathlib.Path(request.checkpoint).absolute()
+      import_released(source, request.output, request.overrides, devices)
+    else:
+      export_released(request.checkpoint, request.output, request.dtype)
+    return Exit.DONE
+  except CheckpointError as error:
+    if jax.process_count() > 1:  # the others may wait for this one
+      processes.leave(processes.signed(str(error)), Exit.CHECK_FAILED)
+    processes.complain(str(error))
+    return Exit.CHECK_FAILED
+
+
+def parse(argv: Sequence[str]) -> Request:
+  """What the arguments mean. Raises UsageError with every problem."""
+  values, overrides, problems, _ = settings.split(argv, ARGUMENTS, switches=())
+  problems += [f"{name} is missing." for name in ARGUMENTS[:3] if name not in values]
+  for name, accepted in (("--format", FORMATS), ("--dtype", DTYPES)):
+    if name in values and values[name] not in accepted:
+      problems.append(f"{name} must be one of {', '.join(accepted)}, got {values[name]}.")
+  exporting = values.get("--format") == "released"
+  if exporting and "--dtype" not in values:
+    problems.append(f"--format released needs --dtype, one of {', '.join(DTYPES)}.")
+  if exporting and overrides:
+    problems.append("--config.KEY goes with --format checkpoint.")
+  if not exporting and "--dtype" in values:
+    problems.append("--dtype goes with --format released; a checkpoint of ours is float32.")
+  if problems:
+    raise UsageError(problems)
+  source, output = values["--checkpoint"], values["--output"]
+  if not exporting and is_remote(source):
+    problems.append(f"--checkpoint {source} must be a local folder.")
+  elif not is_remote(source) and not pathlib.Path(source).is_dir():
+    problems.append(f"--checkpoint {source} is not a folder.")
+  elif not is_remote(source) and exporting == is_released(pathlib.Path(source)):
+    kind = "a released checkpoint already" if exporting else "no released checkpoint"
+    problems.append(f"--checkpoint {source} is {kind}.")
+  if is_remote(output):
+    problems.append(f"--output {output} must be a local folder.")
+  elif os.path.lexists(output):
+    problems.append(f"--output {output} exists; name a folder that does not.")
+  if problems:
+    raise UsageError(problems)
+  target = pathlib.Path(output).absolute()
+  return Request(source, target, values["--format"], values.get("--dtype", ""), overrides)
