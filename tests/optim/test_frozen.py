@@ -58,7 +58,7 @@ def steps(params, *given, count=2, matrices="adamw"):
     (("attn/indexer/wq_b", "attn/sink"), {"wq_b", "sink"}),
     (("embed", "attention", "engram", "other"), {"embed", "wkv", "sink", "table", "ffn_norm"}),
   ],
-  ids=str,
+  ids=["none", "indexer", "two_roles", "parts"],
 )
 def test_parts_and_roles_do_not_move_and_have_no_state(given, still):
   params = parameters()
