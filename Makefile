@@ -12,7 +12,7 @@ BENCH ?=  # more arguments of `python -m tests.bench`, as in BENCH="--tokens 409
 export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
 SUPPORTED := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 12))
 
-.PHONY: setup pretrain test test-all lint bench
+.PHONY: setup pretrain posttrain test test-all lint bench
 
 # A pyenv shim may exist and still refuse to run, so each candidate is tried out. The copy of the lock
 # inside .venv says what is installed.
@@ -44,6 +44,16 @@ setup:
 pretrain: setup
 	@$(RUN) -m train prepare --source python-stdlib --tokenizer train:1024 --slots 256 --out .data/tiny
 	@$(RUN) -m train pretrain --config configs/tiny.py --workdir runs/tiny
+
+# Both parts go on where they were; folders under .data and runs that are there are used again.
+posttrain: setup
+	@$(RUN) -m train prepare --source python-stdlib --tokenizer train:1024 --chat-tokens --slots 256 \
+	  --out .data/tiny_text
+	@$(RUN) -m train prepare --format chat --source tools:0 --tokenizer .data/tiny_text/tokenizer.json \
+	  --slots 1024 --decoder-slots 768 --window 32 --out .data/tiny_tools
+	@$(RUN) -m train pretrain --config configs/tiny.py --workdir runs/tiny_text \
+	  --config.data.paths=.data/tiny_text --config.total_steps=150
+	@$(RUN) -m train sft --config configs/sft.py:tiny --workdir runs/tiny_tools --init runs/tiny_text
 
 test: setup
 	@$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not slow"

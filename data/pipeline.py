@@ -62,9 +62,10 @@ class _Built(NamedTuple):
 class Pipeline:
   """Endless training batches of one host, with a position that can be saved and restored."""
 
-  def __init__(self, batches: "grain.MapDataset", cfg: DataConfig, identity: dict):
+  def __init__(self, batches: "grain.MapDataset", cfg: DataConfig, identity: dict, tokenizer: str):
     self._batches = _Reader(batches, cfg)
     self._identity = identity
+    self.tokenizer = tokenizer  # SHA-256 of it
     self._next_step = 0
 
   def __iter__(self) -> Iterator[Batch]:
@@ -87,8 +88,15 @@ class Pipeline:
     return hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()
 
   def state(self) -> dict:
-    """The position, as plain JSON values. It holds for any number of hosts."""
-    return {"next_step": self._next_step, "identity": self._identity}
+    """The position, as plain JSON values. It holds for any number of hosts.
+
+    With the tokenizer's SHA-256, for runs that start from the parameters of this one.
+    """
+    return {
+      "next_step": self._next_step,
+      "identity": self._identity,
+      "tokenizer": self.tokenizer,
+    }
 
   def restore(self, state: dict) -> None:
     """Goes on from a saved position. Raises DataError when it belongs to another order of rows."""
@@ -180,7 +188,7 @@ def open_pipeline(
     identity["replay"] = dataclasses.asdict(cfg.replay) | {"window": window}
   build = _row_builder(cfg, folders[0], ratios, engram, window)
   batches = _batches(rows, cfg, build, host, hosts)
-  return Pipeline(batches, cfg, identity)
+  return Pipeline(batches, cfg, identity, folders[0].tokenizer_sha256)
 
 
 def open_validation(

@@ -100,7 +100,7 @@ class Prepared(Config):
       window: slots of the model's sliding window.
     """
     if self.decoder_slots is None or self.window is None:
-      return [f"data.replay.share is for chats, but {self.folder} holds {self.contents}."]
+      return [f"Replay is for chats, but {self.folder} holds {self.contents}."]
     found = []
     if decoder_slots < self.decoder_slots:
       found.append(

@@ -95,8 +95,10 @@ def abstract_batch(settings: Settings, mesh: Mesh, *, replayed: bool = False) ->
   )
 
 
-def placer(mesh: Mesh, group: RowGroup) -> Callable[[Layout], Layout]:
-  """Puts the rows that this process has read onto its devices, as their part of the batch."""
+def placer(mesh: Mesh, group: RowGroup) -> Callable[[Any], Any]:
+  """Puts a tree of arrays [R, ...], of the rows that this process has read, onto its devices, as
+  their part of the batch.
+  """
   sharding = batch_sharding(mesh)
   local = np.full(len(group.rows) * group.count, -1)  # [B] number of a row in what was read
   local[group.rows] = np.arange(len(group.rows))
@@ -109,7 +111,7 @@ def placer(mesh: Mesh, group: RowGroup) -> Callable[[Layout], Layout]:
 
     return jax.make_array_from_callback((len(local), *x.shape[1:]), sharding, piece)
 
-  return lambda layout: jax.tree.map(put, layout)
+  return lambda tree: jax.tree.map(put, tree)
 
 
 def _engram(settings: Settings) -> EngramConfig | None:

@@ -6,7 +6,7 @@ newest checkpoint, so that a run that was interrupted at a border is the one tha
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, NamedTuple
@@ -19,14 +19,19 @@ from jax.sharding import Mesh
 from data.errors import DataError
 from data.pipeline import Batch, Pipeline, open_pipeline
 from deepseek_jax.checkpoint import CheckpointError, Checkpoints
+from deepseek_jax.layout import Layout
 from deepseek_jax.step import TrainState
 from train import stages
 from train.batches import RowGroup, open_training, placer, row_group
 from train.errors import UsageError
 from train.evaluate_loss import Validation
 from train.loop import state_items
+from train.origin import Origin, first_state
 from train.processes import say
 from train.programs import Programs, build_programs
+from train.replay_report import ReplayReport
+from train.row_shapes import Step, compile_step
+from train.settings import SFT
 from train.stages import RunStage
 from train.step_record import Counts
 
@@ -43,11 +48,16 @@ class Begun(NamedTuple):
 
 
 def begin(
-  plan: Sequence[RunStage], stage: RunStage, mesh: Mesh, checkpoints: Checkpoints, step: int
+  plan: Sequence[RunStage],
+  stage: RunStage,
+  mesh: Mesh,
+  checkpoints: Checkpoints,
+  step: int,
+  origin: Origin,
 ) -> Begun:
   """What a stage works with after step `step`, which it or the stage before it has taken.
 
-  Call it under `jax.set_mesh`; reads the checkpoint of the step, if the step is not 0.
+  Call it under `jax.set_mesh`; reads the checkpoint of the step, or of the origin if the step is 0.
 
   Raises: UsageError if data, configuration, processes and checkpoint do not fit.
   """
@@ -58,21 +68,29 @@ def begin(
   except ValueError as error:
     raise UsageError(str(error).splitlines()) from error
   programs = build_programs(stage.settings, mesh, spans)
-  validation = _open_validation(plan, stage, programs, mesh, group)
+  validation = _open_validation(plan, stage, programs, mesh, group, origin.verb)
   state, counts = None, Counts()
   if step > 0:
     state, counts = _restore(plan, stage, mesh, programs, pipeline, checkpoints, step)
+  elif origin.stored is not None:
+    state = first_state(origin, programs, stage.settings, pipeline.tokenizer)
   return Begun(programs, group, pipeline, validation, state, counts)
 
 
 def _open_validation(
-  plan: Sequence[RunStage], stage: RunStage, programs: Programs, mesh: Mesh, group: RowGroup
+  plan: Sequence[RunStage],
+  stage: RunStage,
+  programs: Programs,
+  mesh: Mesh,
+  group: RowGroup,
+  verb: str,
 ) -> Validation | None:
   """None where the configuration wants no validation."""
   if not stage.settings.validation.every_steps:
     return None
+  kind = ReplayReport if verb == SFT else Validation
   try:
-    return Validation(
+    return kind(
       stage.settings, programs.evaluate, placer(mesh, group), group, say, lambda: _batches(plan)
     )
   except ValueError as error:
@@ -138,16 +156,18 @@ def _going_on(saved: Any, wanted: Any) -> Any:
   return jax.tree.map_with_path(choose, wanted)
 
 
-def compile_programs(programs: Programs, state: TrainState | None) -> tuple[Callable, TrainState]:
-  """The step, compiled ahead of its first call so that no metric contains it, and a state.
+def compile_programs(begun: Begun, batches: list[Layout]) -> tuple[Step, TrainState]:
+  """The step, compiled for these batches ahead of its first call so that no metric contains it, and
+  a state.
 
-  Where none is given, one is made while the step compiles: initial random numbers take as long.
+  Where none has begun, one is made while the step compiles: initial random numbers take as long.
   """
   began = time.monotonic()
-  step = programs.step.lower(programs.abstract_state, programs.abstract_batch)
   with ThreadPoolExecutor(max_workers=1) as other:
-    compiling = other.submit(step.compile)
-    started = state if state is not None else programs.create.lower().compile()()
-    compiled = compiling.result()
+    if begun.state is None:
+      create = begun.programs.create.lower()  # here: the mesh is this thread's
+      creating = other.submit(lambda: create.compile()())
+    compiled = compile_step(begun.programs, batches)
+    started = begun.state if begun.state is not None else creating.result()
   say(f"Compiled in {time.monotonic() - began:.1f} s.")
   return compiled, started

@@ -58,12 +58,18 @@ POSITIVE = (
   "model.rope.yarn_factor",
 )
 ZERO_IS_FINE = ("model.engram.pad_token", "model.engram.prime_start")
+SHARE = "data.replay.share"
 # Axes of the mesh in the order in which a suggestion changes them.
 _CHANGED_FIRST = ("fsdp", "replica", "expert", "context", "tensor")
 
 
 def problems(
-  settings: Settings, *, devices: int, slices: int = 1, reads_data: bool = True
+  settings: Settings,
+  *,
+  devices: int,
+  slices: int = 1,
+  reads_data: bool = True,
+  measures_replay: bool = False,
 ) -> list[str]:
   """Every reason for which the run cannot start, in plain sentences; those of a stage name it.
 
@@ -72,7 +78,10 @@ def problems(
     devices: how many the run has, over all hosts.
     slices: how many TPU slices these are (sharding.slice_count).
     reads_data: False for what needs no prepared folders.
+    measures_replay: rows of validation are laid out with replay, whatever data.replay.share.
   """
+  if measures_replay and settings.validation.every_steps > 0:
+    settings = _with_replay(settings)
   (_, first), *others = stages.layered(settings)
   found = _stage_problems(first, devices, slices, reads_data)
   known = set(found)
@@ -90,6 +99,16 @@ def problems(
       f"{first.data.paths[0]}."
     )
   return found or [*stages.order_problems(settings), *_schedule_problems(settings)]
+
+
+def _with_replay(settings: Settings) -> Settings:
+  """The settings with a share of steps that needs what validation needs, in every stage."""
+  data = settings.data
+  if data.replay.share == 0:
+    data = dataclasses.replace(data, replay=dataclasses.replace(data.replay, share=1.0))
+  changes = lambda stage: {k: v or 1.0 if k == SHARE else v for k, v in stage.changes.items()}
+  later = tuple(dataclasses.replace(one, changes=changes(one)) for one in settings.stages)
+  return dataclasses.replace(settings, data=data, stages=later)
 
 
 def _stage_problems(settings: Settings, devices: int, slices: int, reads_data: bool) -> list[str]:

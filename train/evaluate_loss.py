@@ -19,6 +19,8 @@ from train import metric_lines, processes
 from train.batches import RowGroup, open_held_out
 
 MODEL, BASELINE = "validation_bits_per_byte", "baseline_bits_per_byte"
+# Nats a learned token of conversations, of a run that measures both (train/replay_report.py).
+EXACT, REPLAYED = "validation_exact_loss", "validation_replayed_loss"
 # The baseline reads the training data again and holds every pair in memory; for a longer run that
 # is no longer a matter of seconds, and a bigram no longer a measure.
 BASELINE_TOKENS_AT_MOST = 100_000_000
@@ -44,7 +46,7 @@ class Validation:
     self,
     settings: Settings,
     evaluate: Callable[[Any, Any, Layout], tuple[jax.Array, jax.Array]],
-    place: Callable[[Layout], Layout],
+    place: Callable[[Any], Any],
     group: RowGroup,
     report: Callable[[str], None],
     trained_on: Callable[[], Iterable[Batch]],
@@ -73,13 +75,17 @@ class Validation:
       self._evaluate(state.params, state.balance, self._place(batch.layout)) for batch in batches
     ]
     nats, targets = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
+    self.tell_damage()
+    return {MODEL: self._split.bits_per_byte(nats / max(targets, 1))}
+
+  def tell_damage(self) -> None:
+    """Reports records that the latest pass left out and no pass before it."""
     damaged = processes.union(processes.gather(self._batches.damaged))
     if len(damaged) > self._damaged:
       self._damaged = len(damaged)
       self._report(
         f"{len(damaged)} damaged validation records were left out: {', '.join(damaged)}."
       )
-    return {MODEL: self._split.bits_per_byte(nats / max(targets, 1))}
 
   def baseline(self, tokens: int) -> dict[str, float]:
     """Bits per byte, on the same rows, of the bigram counted on the batches of the run.
@@ -138,4 +144,8 @@ def comparison(folder: StoragePath) -> list[str]:
     )
   elif model is not None:
     sentences.append(f"Validation: {model:.4f} bits per byte.")
+  if EXACT in last:
+    sentences.append(
+      f"Held-out answers: {last[EXACT]:.4f} nats a token exact, {last[REPLAYED]:.4f} with replay."
+    )
   return sentences

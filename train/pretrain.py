@@ -29,10 +29,12 @@ from train.evaluate_loss import comparison
 from train.loop import Run, train
 from train.metrics import MetricsWriter
 from train.optimizer_table import optimizer_table
+from train.origin import Origin, find_origin, remember
 from train.processes import Flags, NoMetrics, leave, say, signed, warn
 from train.profile_window import ProfileWindow
+from train.row_shapes import abstract_batches
 from train.run_folder import RunFolder, open_run_folder
-from train.settings import CommandLine
+from train.settings import PRETRAIN, CommandLine
 from train.signals import StopSignal
 from train.stage_table import stage_table
 from train.stages import RunStage
@@ -46,11 +48,13 @@ LASTING = (
 )
 
 
-def main(argv: Sequence[str]) -> int:
-  """Runs the verb. Returns its exit code; raises UsageError with every problem."""
+def main(argv: Sequence[str], verb: str = PRETRAIN) -> int:
+  """Runs the verb, or another that trains. Returns its exit code; raises UsageError with every
+  problem.
+  """
   devices = join_and_find_devices()
   with processes.agreed():
-    command = command_line.parse(argv, devices=len(devices), slices=slice_count(devices))
+    command = command_line.parse(argv, devices=len(devices), slices=slice_count(devices), verb=verb)
   try:
     return pretrain(command, devices)
   except NotFinite as error:  # every process has it
@@ -95,6 +99,8 @@ def pretrain(command: CommandLine, devices: Sequence) -> Exit:
       checkpoints = stack.enter_context(open_checkpoints(folder, settings))
     with starting(command.workdir):
       step = newest_step(checkpoints)
+    with starting(command.workdir):
+      origin = find_origin(command, folder, step)
     if step >= settings.total_steps:
       with starting(command.workdir):
         folder.remember(settings, say)
@@ -109,13 +115,15 @@ def pretrain(command: CommandLine, devices: Sequence) -> Exit:
     for stage in plan[plan.index(stages.stage_of(plan, step + 1)) :]:
       with jax.set_mesh(mesh := make_mesh(stage.settings.mesh, devices)):
         with starting(command.workdir):
-          begun = begin(plan, stage, mesh, checkpoints, step)
+          begun = begin(plan, stage, mesh, checkpoints, step, origin)
         if writer is None:
           with starting(command.workdir):
             folder.remember(settings, say)
+            if not step:
+              remember(origin, folder)
           say(stage_table(plan))
-        announce(plan, stage, begun, mesh, step)
-        compiled, state = compile_programs(begun.programs, begun.state)
+        announce(plan, stage, begun, mesh, step, origin)
+        compiled, state = compile_programs(begun, abstract_batches(stage.settings, mesh))
         if writer is None:
           with starting(command.workdir):
             writer = stack.enter_context(open_metrics(folder, settings, step))
@@ -210,7 +218,7 @@ def newest_step(checkpoints: Checkpoints) -> int:
 
 
 def announce(
-  plan: Sequence[RunStage], stage: RunStage, begun: Begun, mesh: Mesh, step: int
+  plan: Sequence[RunStage], stage: RunStage, begun: Begun, mesh: Mesh, step: int, origin: Origin
 ) -> None:
   """What begins, and how the optimizer treats each parameter, where nobody has said it before."""
   place = plan.index(stage)
@@ -220,7 +228,8 @@ def announce(
   optim, before = stage.settings.optim, plan[place - 1].settings.optim
   if step + 1 == stage.first_step and (not place or optim != before):
     say(optimizer_table(begun.programs.abstract_state.params, stage.settings))
-  say(f"Continuing after step {step:,}." if step else "Starting from random weights.")
+  start = "random weights" if origin.stored is None else str(origin.stored.path)
+  say(f"Continuing after step {step:,}." if step else f"Starting from {start}.")
 
 
 def keep_compiled(folder: RunFolder) -> None:

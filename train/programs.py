@@ -34,6 +34,7 @@ class Programs(NamedTuple):
   abstract_state: TrainState
   abstract_batch: Layout
   create: Any  # jitted, () -> state: random weights, the same on every mesh
+  start: Any  # jitted (params, balance) -> state that has taken no step; consumes them
   step: Any  # jitted (state, batch) -> (state, metrics); consumes the state
   evaluate: Callable[[Any, Any, Layout], tuple[jax.Array, jax.Array]]  # see `loss_sums`
 
@@ -55,7 +56,10 @@ def build_programs(settings: Settings, mesh: Mesh, spans: Sequence[Span] | None 
 
   def create() -> TrainState:
     variables = nn.unbox(init(key, row))
-    return init_state(variables["params"], variables["balance"], optimizer)
+    return start(variables["params"], variables["balance"])
+
+  def start(params: Any, balance: Any) -> TrainState:
+    return init_state(params, balance, optimizer)
 
   boxed, shapes = jax.eval_shape(init, key, row), jax.eval_shape(create)
   shardings = _shardings(boxed, shapes, mesh)
@@ -72,6 +76,7 @@ def build_programs(settings: Settings, mesh: Mesh, spans: Sequence[Span] | None 
     abstract_state=jax.tree.map(_struct, shapes, shardings),
     abstract_batch=abstract_batch(settings, mesh),
     create=jax.jit(create, out_shardings=shardings),
+    start=jax.jit(start, out_shardings=shardings, donate_argnums=(0, 1)),
     step=step,
     evaluate=jax.jit(loss_sums(settings)),
   )
@@ -105,12 +110,18 @@ def training_loss(settings: Settings) -> LossFn:
   return loss_fn
 
 
+def hidden_states(settings: Settings) -> Callable[[Any, Any, Layout], ModelOutput]:
+  """(params, balance, layout) -> output of the model without losses of its layers."""
+  apply = _apply(Model(settings.model))
+  return lambda params, balance, layout: apply({"params": params, "balance": balance}, layout)
+
+
 def loss_sums(settings: Settings) -> Callable:
   """(params, balance, layout) -> float32 scalars: nats and loss weights, summed over the layout."""
-  apply = _apply(Model(settings.model))
+  hidden = hidden_states(settings)
 
   def evaluate(params: Any, balance: Any, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    output = apply({"params": params, "balance": balance}, layout)
+    output = hidden(params, balance, layout)
     nll_BT = linear_token_nll(
       output.hidden_BTD,
       output.head_VD,

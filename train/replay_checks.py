@@ -13,7 +13,7 @@ def replay_problems(settings: Settings) -> Iterator[str]:
   window, pool = model.attention.window, model.indexer
   largest = max(model.ratios, default=1)
   if model.decoder_start is None:
-    yield "data.replay.share is above 0, but model.decoder_start is none: there is no decoder."
+    yield "Replay needs a decoder, but model.decoder_start is none: there is no decoder."
   if replay.hit_multiple < 1:
     return  # reported by the data
   block = 1

@@ -14,13 +14,19 @@ from train.keys import KEYS, convert, flatten, from_text, nest, unknown_key
 
 OVERRIDE = "--config."
 ARGUMENTS = ("--config", "--workdir")
+INIT = "--init"  # of sft
 ALLOW_CHANGE = "--allow-change"  # takes no value
+
+
+PRETRAIN, SFT = "pretrain", "sft"
 
 
 class CommandLine(NamedTuple):
   settings: Settings
   workdir: str
   allow_change: bool = False  # continue a run although it will compute something else
+  verb: str = PRETRAIN
+  init: str | None = None  # the checkpoint to start from, where one is given
 
 
 class Arguments(NamedTuple):
@@ -32,17 +38,20 @@ class Arguments(NamedTuple):
   flags: set[str]  # "--allow-change", where given
 
 
-def parse(argv: Sequence[str], *, devices: int, slices: int = 1) -> CommandLine:
+def parse(
+  argv: Sequence[str], *, devices: int, slices: int = 1, verb: str = PRETRAIN
+) -> CommandLine:
   """What `--config FILE[:variant] --workdir DIR [--allow-change] [--config.key=value ...]` means.
 
   Args:
     argv: without the program and the verb.
     devices: how many the run has, over all hosts.
     slices: how many TPU slices these are (sharding.slice_count).
+    verb: PRETRAIN, or SFT, which also takes --init CHECKPOINT.
 
   Raises: UsageError with every problem of the arguments, the file, the types and the combinations.
   """
-  arguments = split(argv)
+  arguments = split(argv, (*ARGUMENTS, INIT) if verb == SFT else ARGUMENTS)
   problems = list(arguments.problems)
   problems += [f"{name} is missing." for name in ARGUMENTS if name not in arguments.values]
   settings = None
@@ -51,11 +60,17 @@ def parse(argv: Sequence[str], *, devices: int, slices: int = 1) -> CommandLine:
   except UsageError as error:
     problems += error.problems
   if settings is not None and "--config" in arguments.values:
-    problems += checks.problems(settings, devices=devices, slices=slices)
+    problems += checks.problems(
+      settings, devices=devices, slices=slices, measures_replay=verb == SFT
+    )
   if settings is None or problems:
     raise UsageError(problems)
   return CommandLine(
-    settings, arguments.values["--workdir"], allow_change=ALLOW_CHANGE in arguments.flags
+    settings,
+    arguments.values["--workdir"],
+    allow_change=ALLOW_CHANGE in arguments.flags,
+    verb=verb,
+    init=arguments.values.get(INIT),
   )
 
 
@@ -93,7 +108,7 @@ def split(
     if not value:
       arguments.problems.append(f"{name} needs a value.")
       continue
-    if name == "--workdir" and (problem := url_problem(name, value)):
+    if name in ("--workdir", INIT) and (problem := url_problem(name, value)):
       arguments.problems.append(problem)
     if override:
       arguments.overrides[name.removeprefix(OVERRIDE)] = value
@@ -163,11 +178,16 @@ def help_text(verb: str) -> str:
   """Usage of a training verb, with every key, its default and its unit."""
   defaults = flatten(dataclasses.asdict(Settings()))
   rows = [f"  {key} = {_short(defaults[key])}  ({unit})" for key, unit in UNITS.items()]
+  init = f" [{INIT} CHECKPOINT]" if verb == SFT else ""
   usage = (
-    f"python -m train {verb} --config FILE.py[:variant] --workdir DIR [--allow-change] "
+    f"python -m train {verb} --config FILE.py[:variant] --workdir DIR{init} [--allow-change] "
     "[--config.KEY=VALUE ...]"
   )
-  meaning = (
+  of_init = (
+    f"{INIT}  the run folder, or the step in its checkpoints/, whose parameters a new run starts "
+    "from; one that goes on needs none\n"
+  )
+  meaning = (of_init if init else "") + (
     "--allow-change  continue the run in DIR although its configuration has changed in a way that "
     "changes results"
   )

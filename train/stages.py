@@ -23,6 +23,7 @@ CHANGEABLE = (
   "data.batch_rows",
   "data.paths",
   "data.weights",
+  "data.replay",
   "accumulation",
   "mesh",
   "objective.balance_weight",

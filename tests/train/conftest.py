@@ -83,8 +83,8 @@ def one_device():
 class Runs:
   """Starts runs and reads what they left; keywords are configuration keys with __ for the dot."""
 
-  def __init__(self, data: pathlib.Path):
-    self.data = data
+  def __init__(self, data: pathlib.Path, verb: str = settings.PRETRAIN):
+    self.data, self.verb = data, verb
 
   def argv(self, workdir, **changes):
     fixed = {"data.paths": self.data, "model.vocab": VOCAB, "model.engram.compressed_vocab": VOCAB}
@@ -93,7 +93,7 @@ class Runs:
     return [f"--config={ROOT}/configs/nano.py", f"--workdir={workdir}", *words]
 
   def command(self, workdir, *, devices=1, **changes):
-    return settings.parse(self.argv(workdir, **changes), devices=devices)
+    return settings.parse(self.argv(workdir, **changes), devices=devices, verb=self.verb)
 
   def start(self, workdir, *words, inside=(), **changes):
     """A process on one device, in a group of its own, started by the command `inside`."""
@@ -106,7 +106,7 @@ class Runs:
           sys.executable,
           "-m",
           "train",
-          "pretrain",
+          self.verb,
           *self.argv(workdir, **changes),
           *words,
         ],

@@ -1,0 +1,218 @@
+"""Fine-tuning from a checkpoint: what it starts from, which steps it takes, what it measures."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from data.prepare.run import PrepareRequest, prepare
+from data.prepared import TOKENIZER
+from deepseek_jax.checkpoint import restore_step
+from deepseek_jax.sharding import make_mesh
+from tests.train.conftest import VOCAB, Runs
+from train import replay_report
+from train.batches import open_held_out, open_training, row_group
+from train.errors import Exit, UsageError
+from train.loop import state_items
+from train.pretrain import pretrain
+from train.programs import build_programs
+from train.settings import SFT
+
+SLOTS, WINDOW = 64, 8
+STEPS = 4
+REPLAY = {
+  "data__replay__share": 0.5,
+  "data__replay__decoder_slots": 64,
+  "data__replay__hit_multiple": 4,
+  "data__replay__max_hits": 2,
+  "data__replay__hit_share": 1.0,
+  "optim__bias_speed": 0.0,
+  "total_steps": STEPS,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(prepared, tmp_path_factory):
+  """Text, chats with the tokenizer of the text, and the chats with another one."""
+  root = tmp_path_factory.mktemp("chats")
+  request = PrepareRequest(
+    source=prepared.request["source"],
+    tokenizer=f"train:{VOCAB}",
+    chat_tokens=True,
+    slots=SLOTS,
+    validation_share=0.25,
+  )
+  text = prepare(request, root / "text")
+  words = ["expert", "router", "stream", "entry", "window", "query", "layer", "token", "slot"]
+  pick = lambda n, k: " ".join(words[(n * (i + 2) + i * i) % len(words)] for i in range(k))
+  lines = []
+  for number in range(80):
+    messages = []
+    for turn in range(2):
+      messages.append({"role": "user", "content": f"{number} {pick(number + turn, 2)}"})
+      messages.append({"role": "assistant", "content": pick(number * 5 + turn, 3)})
+    lines.append(json.dumps({"messages": messages}))
+  (root / "chats.jsonl").write_text("\n".join(lines))
+  chats = {}
+  for name, tokenizer in (("chats", text.folder / TOKENIZER), ("other", f"train:{VOCAB - 10}")):
+    asked = PrepareRequest(
+      format="chat",
+      source=f"jsonl:{root / 'chats.jsonl'}",
+      tokenizer=str(tokenizer),
+      slots=SLOTS,
+      window=WINDOW,
+      validation_share=0.25,
+    )
+    chats[name] = prepare(asked, root / name).folder
+  return text.folder, chats["chats"], chats["other"]
+
+
+@pytest.fixture(scope="module")
+def pretrained(folders, one_device, tmp_path_factory):
+  """Folder of a run of two steps on text, whose router biases have moved."""
+  workdir = tmp_path_factory.mktemp("pretrained") / "run"
+  command = Runs(folders[0]).command(workdir, total_steps=3, validation__every_steps=0)
+  assert pretrain(command, one_device) is Exit.DONE
+  return workdir
+
+
+@pytest.fixture(scope="module")
+def tuning(folders):
+  return Runs(folders[1], SFT)
+
+
+@pytest.fixture(scope="module")
+def finished(tuning, pretrained, one_device, tmp_path_factory):
+  """A run with both kinds of steps, from a checkpoint that is gone by now."""
+  workdir = tmp_path_factory.mktemp("tuned") / "run"
+  gone = shutil.copytree(pretrained, workdir.with_name("gone"))
+  command = tuning.command(workdir, **REPLAY)._replace(init=str(gone))
+  assert pretrain(command, one_device) is Exit.DONE
+  shutil.rmtree(gone)
+  return workdir, command
+
+
+def stored(workdir, step, settings, programs):
+  del settings
+  wanted = state_items(programs.abstract_state)
+  return restore_step(workdir / "checkpoints" / str(step), wanted).items
+
+
+def test_the_first_loss_is_that_of_the_checkpoint(finished, pretrained, one_device, tuning):
+  workdir, command = finished
+  settings = command.settings
+  mesh = make_mesh(settings.mesh, one_device)
+  with jax.set_mesh(mesh):
+    programs = build_programs(settings, mesh)
+    start = stored(pretrained, 3, settings, programs)
+    batch = next(open_training(settings, row_group(settings, mesh)))
+    nats, targets = programs.evaluate(start["params"], start["router"], batch.layout)
+    end = stored(workdir, STEPS, settings, programs)
+  first, *_ = tuning.lines(workdir)
+  assert first["nll"] == pytest.approx(float(nats / targets), rel=1e-5)
+  assert first["loss_tokens"] == targets
+  biases = [jax.tree.leaves(items["router"]) for items in (start, end)]
+  assert any(np.any(x) for x in biases[0]), "or nothing could have moved"
+  assert all(np.array_equal(a, b) for a, b in zip(*biases, strict=True)), "they are frozen"
+
+
+def test_exact_and_replayed_steps_take_turns(finished, tuning):
+  lines = tuning.lines(finished[0])
+  assert [line["replay_copies"] > 0 for line in lines] == [False, True, False, True]
+  assert [line["decoder_fill"] < line["encoder_fill"] for line in lines] == [
+    False, True, False, True,
+  ]  # fmt: skip
+
+
+def test_reports_are_the_losses_of_both_layouts(finished, tuning, one_device):
+  """Each loss once more by itself, without any pairing of tokens."""
+  workdir, command = finished
+  settings = command.settings
+  mesh = make_mesh(settings.mesh, one_device)
+  line = tuning.lines(workdir)[-1]
+  with jax.set_mesh(mesh):
+    programs, group = build_programs(settings, mesh), row_group(settings, mesh)
+    end = stored(workdir, STEPS, settings, programs)
+    for name, replayed in ((replay_report.EXACT, False), (replay_report.REPLAYED, True)):
+      batch = next(iter(open_held_out(settings, group, replayed=replayed)))
+      nats, targets = programs.evaluate(end["params"], end["router"], batch.layout)
+      assert line[name] == pytest.approx(float(nats / targets), rel=1e-5)
+  gap = line[replay_report.REPLAYED] - line[replay_report.EXACT]
+  assert line[replay_report.GAP] == pytest.approx(gap, abs=1e-6)
+  assert line[replay_report.KL] > 0 and 0 < line[replay_report.TOP1] <= 1
+  assert line[replay_report.FP4] != 0 and abs(line[replay_report.FP4]) < 0.1
+  assert abs(line[replay_report.POOL]) < 0.1
+
+
+def test_it_goes_on_without_its_origin_but_from_no_other(finished, one_device, capsys):
+  workdir, command = finished
+  for init in (None, command.init):
+    assert pretrain(command._replace(init=init), one_device) is Exit.DONE
+    assert "is done" in capsys.readouterr().out
+  with pytest.raises(UsageError, match=f"began from {command.init}, not from /elsewhere; leave"):
+    pretrain(command._replace(init="/elsewhere"), one_device)
+  with pytest.raises(UsageError, match="is one of sft; pretrain needs another --workdir"):
+    pretrain(command._replace(verb="pretrain"), one_device)
+
+
+def test_what_it_cannot_start_from_is_one_sentence(
+  pretrained, folders, tuning, one_device, tmp_path
+):
+  command = tuning.command(tmp_path / "run", **REPLAY)
+  other = Runs(folders[2], SFT).command(tmp_path / "run", **REPLAY)
+  wider = tuning.command(tmp_path / "run", **REPLAY, model__moe__hidden=64)
+  for given, init, part in (
+    (command, None, "--init is missing; it names the run folder or checkpoint to start from."),
+    (command, tmp_path / "no", "is no run folder with a complete step, and no step."),
+    (other, pretrained, "was trained with another tokenizer than that of"),
+    (wider, pretrained, "do not fit the configuration: layer_0/moe/experts/w1 is float32[4, 32"),
+  ):
+    with pytest.raises(UsageError) as refused:
+      pretrain(given._replace(init=init and str(init)), one_device)
+    (problem,) = refused.value.problems
+    assert part in problem
+  assert not (tmp_path / "run" / "start.json").exists()
+  untuned = command._replace(workdir=str(pretrained), init=str(pretrained), allow_change=True)
+  with pytest.raises(UsageError, match="is one of pretrain; sft needs another --workdir"):
+    pretrain(untuned, one_device)
+
+
+def test_rows_must_suit_replay_even_where_no_step_has_it(folders, tuning, tmp_path):
+  """Validation measures it."""
+  small = REPLAY | {"data__replay__share": 0.0, "data__replay__decoder_slots": 8}
+  with pytest.raises(UsageError, match="decoder_slots is 8, but rows of"):
+    tuning.command(tmp_path, **small)
+  with pytest.raises(UsageError, match="Replay is for chats, but .* holds text"):
+    Runs(folders[0], SFT).command(tmp_path, **REPLAY | {"data__replay__share": 0.0})
+  tuning.command(tmp_path, **small, validation__every_steps=0)
+
+
+@pytest.mark.slow
+def test_killed_at_any_step_it_ends_with_the_same_lines(finished, pretrained, tuning, tmp_path):
+  """Also when it starts again without --init; a switch begins half way."""
+  change = {"data.replay.share": 1.0, "model.numerics.main_fp4": True}
+  late = [{"name": "served", "tokens": 2 * 4 * SLOTS, "changes": change}]
+  changes = REPLAY | {
+    "data__replay__share": 0.0,
+    "stages": repr(late),
+    "total_steps": 6,
+    "checkpoint__every_steps": 1,
+  }
+  lines = []
+  for name, kills in (("whole", ()), ("killed", (1, 3))):
+    workdir = tmp_path / name
+    words = [f"--init={pretrained / 'checkpoints' / '3'}"]
+    for step in kills:
+      process = tuning.start(workdir, *words, **changes)
+      tuning.wait_for_step(workdir, step, process)
+      process.kill()
+      process.wait()
+      if (workdir / "checkpoints" / "1" / "manifest.json").exists():
+        words = []
+    code, output = tuning.finish(workdir, *words, **changes)
+    assert code == Exit.DONE, output
+    lines.append(tuning.lines(workdir))
+  assert lines[0] == lines[1]
+  assert [line["replay_copies"] > 0 for line in lines[0]] == [False] * 2 + [True] * 4
