@@ -7,7 +7,7 @@ r"""Fine-tuning on conversations, as the model will be served: bounded replay, p
 
 The miniature starts from configs/tiny.py; `make posttrain` runs its whole chain:
 
-  python -m train sft --config configs/sft.py:tiny --workdir runs/sft --init runs/tiny
+  python -m train sft --config configs/sft.py:tiny --workdir runs/tiny_tools --init runs/tiny_text
 
 A switch may begin later, by a stage; here replay with the second half of the steps:
 

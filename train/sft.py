@@ -1,6 +1,6 @@
 r"""Fine-tunes a model on conversations, as it will be served: with bounded replay.
 
-  python -m train sft --config configs/sft.py:tiny --workdir runs/sft --init runs/tiny
+  python -m train sft --config configs/sft.py:tiny --workdir runs/tiny_tools --init runs/tiny_text
 
 What a start begins from, the first of these that is there:
   1. the newest good checkpoint of the run folder, with its place in the data

@@ -23,6 +23,7 @@ class Row(NamedTuple):
   row: str
   lr: str
   indexer: str
+  replay: str
   pool: str
   kv: str
   bias_speed: str
@@ -37,6 +38,7 @@ HEADINGS = Row(
   "tokens a row",
   "learning rate",
   "indexer loss",
+  "replay",
   "pool",
   "entries / window / indexer",
   "router bias",
@@ -62,6 +64,7 @@ def numbers(plan: Sequence[RunStage]) -> list[dict[str, Any]]:
       "lr": lr_range(plan, stage),
       "indexer": stage.settings.objective.indexer,
       "indexer_weight": stage.settings.objective.indexer_weight,
+      "replay_share": stage.settings.data.replay.share,
       "pool_source": stage.settings.model.indexer.pool_source,
       "numerics": dataclasses.asdict(stage.settings.model.numerics),
       "bias_speed": stage.settings.optim.bias_speed,
@@ -98,6 +101,7 @@ def _row(plan: Sequence[RunStage], stage: RunStage) -> Row:
     f"{settings.data.slots:,}",
     f"{low:.3g} - {high:.3g}",
     f"{objective.indexer}{weight}",
+    f"{settings.data.replay.share:g} of steps" if settings.data.replay.share else "off",
     "off" if source is None else f"layer {source}",
     " / ".join(kv),
     f"{settings.optim.bias_speed:g}",

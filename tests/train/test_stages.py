@@ -176,12 +176,12 @@ def test_the_table_has_a_line_for_each_stage_with_what_changes():
   off = changed("late", 1024, objective__indexer="off", model__indexer__pool_source=None)
   heading, start, grown, late = stage_table(stages.resolve(nano(GROWN, off))).splitlines()
   columns = lambda line: [word.strip() for word in line.split("  ") if word]
-  assert len(columns(heading)) == len(columns(start)) == 11
+  assert len(columns(heading)) == len(columns(start)) == 12
   assert columns(start)[:5] == ["start", "0", "1 - 3", "256", "64"]
   assert columns(grown)[3] == "512" and columns(grown)[-1] == "embed"
-  assert columns(late)[6:8] == ["off", "off"]
+  assert columns(late)[6:9] == ["off", "off", "off"]
   words = columns(start)
-  assert words[5] == "0.0015 - 0.003" and words[7:9] == ["layer 3", "float32 / FP8 / float32"]
+  assert words[5] == "0.0015 - 0.003" and words[8:10] == ["layer 3", "float32 / FP8 / float32"]
 
 
 def test_the_optimizers_table_shows_what_is_frozen():
