@@ -28,7 +28,7 @@ from train.metrics import MetricsWriter
 from train.processes import Flags, NoMetrics
 from train.profile_window import ProfileWindow
 from train.signals import StopSignal
-from train.step_record import InFlight, StepRecord
+from train.step_record import InFlight, StepRecord, replayed_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,8 @@ def train(run: Run, state: TrainState, first_step: int) -> Exit:
       state, metrics = run.step(state, run.place(batch.layout))
 
     _write(run, in_flight, damaged)
-    in_flight = InFlight(step, metrics, batch.records, started, data_wait, batch.packing)
+    flops = replayed_flops(run.settings.model, batch.layout)
+    in_flight = InFlight(step, metrics, batch.records, started, data_wait, batch.packing, flops)
     run.checkpoints.poll()
     found = not set(run.pipeline.damaged) <= set(damaged)
     stopping, found = run.flags.raised(run.stop.requested, found)

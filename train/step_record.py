@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from configs.schema import Settings
-from deepseek_jax.flops import flops_per_token, peak_flops
+from deepseek_jax.config import ModelConfig
+from deepseek_jax.flops import flops_per_token, layout_flops, peak_flops
+from deepseek_jax.layout import Layout, real_slots
 from train import processes
 
 
@@ -24,6 +26,7 @@ class InFlight(NamedTuple):
   started: float  # monotonic seconds, at dispatch
   data_wait: float  # seconds
   packing: dict[str, float]  # how full the rows are that this process has read
+  flops: float | None = None  # see replayed_flops
 
 
 class Counts(NamedTuple):
@@ -43,6 +46,13 @@ class Counts(NamedTuple):
       tuple((step, tuple(records)) for step, records in values["skipped_batches"]),
       tuple(values["damaged"]),
     )
+
+
+def replayed_flops(cfg: ModelConfig, layout: Layout) -> float | None:
+  """Model FLOPs a token of rows with replay; None for exact rows, which all take the same."""
+  if layout.tokens.shape == layout.decoder_slots.shape:
+    return None
+  return layout_flops(cfg, layout) / max(1, int(real_slots(layout).sum()))
 
 
 class StepRecord:
@@ -87,6 +97,7 @@ class StepRecord:
       records = processes.union(processes.gather(records))
     self._count(done._replace(records=records), tokens, skipped, damaged)
     rate = tokens / seconds
+    flops = self._flops if done.flops is None else done.flops
     return {
       "tokens": self.counts.tokens,
       "loss": values.pop("loss"),
@@ -95,7 +106,7 @@ class StepRecord:
       "tokens_per_second": rate,
       "step_seconds": seconds,
       "data_wait_seconds": done.data_wait,
-      "mfu": None if self._peak is None else rate * self._flops / self._peak,
+      "mfu": None if self._peak is None else rate * flops / self._peak,
       **done.packing,
       **values,
       "skipped_steps": self.counts.skipped_steps,

@@ -4,11 +4,13 @@ import time
 import types
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from configs.schema import Settings
 from deepseek_jax.flops import flops_per_token
-from train.step_record import Counts, InFlight, NotFinite, StepRecord
+from deepseek_jax.layout import Document, Replay, build_layout
+from train.step_record import Counts, InFlight, NotFinite, StepRecord, replayed_flops
 
 SETTINGS = Settings(max_skipped_steps=2)
 
@@ -33,6 +35,18 @@ def test_mfu_is_model_flops_over_the_peak_of_all_devices():
   assert line["mfu"] == pytest.approx(line["tokens_per_second"] * flops / (2 * 989e12))
   assert line["tokens_per_second"] == pytest.approx(100 / line["step_seconds"])
   assert line["step_seconds"] >= 0.5
+
+
+def test_mfu_of_a_step_with_replay_counts_what_it_computes():
+  document, ratios = Document(np.zeros(1024, np.int32)), SETTINGS.model.ratios
+  exact = build_layout([document], slots=1024, ratios=ratios)
+  replay = Replay(window=SETTINGS.model.attention.window, decoder_slots=256)
+  replayed = build_layout([document], [((960, 1024),)], slots=1024, ratios=ratios, replay=replay)
+  assert replayed_flops(SETTINGS.model, exact) is None
+  flops = replayed_flops(SETTINGS.model, replayed)
+  assert flops < 0.65 * flops_per_token(SETTINGS.model, "train", 1024)
+  line = make("NVIDIA H200")[0].read(in_flight(1)._replace(flops=flops), ())
+  assert line["mfu"] == pytest.approx(line["tokens_per_second"] * flops / (2 * 989e12))
 
 
 def test_an_unknown_peak_leaves_mfu_empty_and_says_so_once():
