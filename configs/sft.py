@@ -50,7 +50,6 @@ def _flash() -> Any:
   c.data.batch_rows = 384  # 25 M tokens a step
   c.accumulation = 6
   c.data.replay.update(decoder_slots=16384, max_hits=8)
-  # Hits are multiples of a block of the pool, 8 entries of one token.
   c.optim.update(peak_lr=1e-5, final_lr=1e-6, warmup_steps=100)
   c.checkpoint.every_steps = 200
   c.validation.update(every_steps=200, rows=384)

@@ -11,11 +11,12 @@ from data.prepare.run import PrepareRequest, prepare
 from data.prepared import TOKENIZER
 from deepseek_jax.checkpoint import restore_step
 from deepseek_jax.sharding import make_mesh
-from tests.train.conftest import VOCAB, Runs
-from train import replay_report
+from tests.train.conftest import ROOT, VOCAB, Runs
+from train import checks, replay_report, settings
 from train.batches import open_held_out, open_training, row_group
 from train.errors import Exit, UsageError
 from train.loop import state_items
+from train.origin import UNSAID
 from train.pretrain import pretrain
 from train.programs import build_programs
 from train.settings import SFT
@@ -99,14 +100,32 @@ def stored(workdir, step, programs):
   return restore_step(workdir / "checkpoints" / str(step), wanted).items
 
 
+@pytest.mark.parametrize(
+  ("variant", "origin", "devices"),
+  [("sft.py", "flash.py", 512), ("sft.py:tiny", "tiny.py", 1)],
+)
+def test_its_configurations_are_sound_and_fit_the_models_that_they_start_from(
+  variant, origin, devices
+):
+  tuned, before = (settings.load(f"{ROOT}/configs/{name}", {}) for name in (variant, origin))
+  found = checks.problems(tuned, devices=devices, reads_data=False, measures_replay=True)
+  assert found == []
+  assert tuned.model.tree() == before.model.tree()
+  assert settings.differences(before, tuned, ignoring=UNSAID) == []
+  numerics = tuned.model.numerics
+  assert numerics.main_fp4 and numerics.window_fp8 and numerics.indexer_fp4
+  assert tuned.model.indexer.pool_source is not None and tuned.optim.bias_speed == 0
+
+
+@pytest.mark.slow
 def test_the_first_loss_is_that_of_the_checkpoint(finished, pretrained, one_device, tuning):
   workdir, command = finished
-  settings = command.settings
-  mesh = make_mesh(settings.mesh, one_device)
+  given = command.settings
+  mesh = make_mesh(given.mesh, one_device)
   with jax.set_mesh(mesh):
-    programs = build_programs(settings, mesh)
+    programs = build_programs(given, mesh)
     start = stored(pretrained, 3, programs)
-    batch = next(open_training(settings, row_group(settings, mesh)))
+    batch = next(open_training(given, row_group(given, mesh)))
     nats, targets = programs.evaluate(start["params"], start["router"], batch.layout)
     end = stored(workdir, STEPS, programs)
   first, *_ = tuning.lines(workdir)
@@ -117,22 +136,24 @@ def test_the_first_loss_is_that_of_the_checkpoint(finished, pretrained, one_devi
   assert all(np.array_equal(a, b) for a, b in zip(*biases, strict=True)), "they are frozen"
 
 
+@pytest.mark.slow
 def test_exact_and_replayed_steps_take_turns(finished, tuning):
   lines = tuning.lines(finished[0])
   assert [line["replay_copies"] > 0 for line in lines] == [False, True, False, True]
 
 
+@pytest.mark.slow
 def test_reports_are_the_losses_of_both_layouts(finished, tuning, one_device):
   """Each loss once more by itself, without any pairing of tokens."""
   workdir, command = finished
-  settings = command.settings
-  mesh = make_mesh(settings.mesh, one_device)
+  given = command.settings
+  mesh = make_mesh(given.mesh, one_device)
   line = tuning.lines(workdir)[-1]
   with jax.set_mesh(mesh):
-    programs, group = build_programs(settings, mesh), row_group(settings, mesh)
+    programs, group = build_programs(given, mesh), row_group(given, mesh)
     end = stored(workdir, STEPS, programs)
     for name, replayed in ((replay_report.EXACT, False), (replay_report.REPLAYED, True)):
-      batch = next(iter(open_held_out(settings, group, replayed=replayed)))
+      batch = next(iter(open_held_out(given, group, replayed=replayed)))
       nats, targets = programs.evaluate(end["params"], end["router"], batch.layout)
       assert line[name] == pytest.approx(float(nats / targets), rel=1e-5)
   gap = line[replay_report.REPLAYED] - line[replay_report.EXACT]
@@ -142,6 +163,7 @@ def test_reports_are_the_losses_of_both_layouts(finished, tuning, one_device):
   assert abs(line[replay_report.POOL]) < 0.1
 
 
+@pytest.mark.slow
 def test_it_goes_on_without_its_origin_but_from_no_other(finished, one_device, capsys):
   _, command = finished
   for init in (None, command.init):
@@ -153,26 +175,38 @@ def test_it_goes_on_without_its_origin_but_from_no_other(finished, one_device, c
     pretrain(command._replace(verb="pretrain"), one_device)
 
 
+@pytest.mark.slow
 def test_what_it_cannot_start_from_is_one_sentence(
   pretrained, folders, tuning, one_device, tmp_path
 ):
   command = tuning.command(tmp_path / "run", **REPLAY)
   other = Runs(folders[2], SFT).command(tmp_path / "run", **REPLAY)
   wider = tuning.command(tmp_path / "run", **REPLAY, model__moe__hidden=64)
-  for given, init, part in (
-    (command, None, "--init is missing; it names the run folder or checkpoint to start from."),
-    (command, tmp_path / "no", "is no run folder with a complete step, and no step."),
-    (other, pretrained, "was trained with another tokenizer than that of"),
-    (wider, pretrained, "do not fit the configuration: layer_0/moe/experts/w1 is float32[4, 32"),
+  for given, part in (
+    (other, "was trained with another tokenizer than that of"),
+    (wider, "do not fit the configuration: layer_0/moe/experts/w1 is float32[4, 32"),
   ):
     with pytest.raises(UsageError) as refused:
-      pretrain(given._replace(init=init and str(init)), one_device)
+      pretrain(given._replace(init=str(pretrained)), one_device)
     (problem,) = refused.value.problems
     assert part in problem
   assert not (tmp_path / "run" / "start.json").exists()
   untuned = command._replace(workdir=str(pretrained), init=str(pretrained), allow_change=True)
   with pytest.raises(UsageError, match="is one of pretrain; sft needs another --workdir"):
     pretrain(untuned, one_device)
+
+
+def test_a_checkpoint_must_be_named_and_be_there(tuning, one_device, tmp_path):
+  command = tuning.command(tmp_path / "run", **REPLAY)
+  for init, part in (
+    (None, "--init is missing; it names the run folder or checkpoint to start from."),
+    (str(tmp_path / "no"), "no is no run folder with a complete step, and no step."),
+  ):
+    with pytest.raises(UsageError) as refused:
+      pretrain(command._replace(init=init), one_device)
+    (problem,) = refused.value.problems
+    assert problem.endswith(part)
+  assert not (tmp_path / "run" / "start.json").exists()
 
 
 def test_rows_must_suit_replay_even_where_no_step_has_it(folders, tuning, tmp_path):
