@@ -109,10 +109,10 @@ def parse(argv: Sequence[str], own: Mapping[str, Option], check: Check) -> Reque
     for name, option in known.items()
     if option.required and name not in given
   ]
-  arguments = settings.split(training)
+  verb = given.get("--verb") or settings.PRETRAIN
+  arguments = settings.split(training, settings.arguments_of(verb))
   problems += map(_with_launchers_names(known), arguments.problems)
   problems += [f"{name} is missing." for name in settings.ARGUMENTS if name not in arguments.values]
-  verb = given.get("--verb") or "pretrain"
   if verb not in TRAINING:
     problems.append(f"--verb must be one of {', '.join(TRAINING)}, got {verb}.")
   loaded = None
@@ -136,7 +136,11 @@ def parse(argv: Sequence[str], own: Mapping[str, Option], check: Check) -> Reque
     problems += _name_problems(given.get("--name"), workdir)
   if loaded is not None and machines is not None and "--config" in arguments.values:
     problems += checks.problems(
-      loaded, devices=machines.devices, slices=machines.slices, reads_data=False
+      loaded,
+      devices=machines.devices,
+      slices=machines.slices,
+      reads_data=False,
+      measures_replay=verb == settings.SFT,
     )
   if loaded is None or problems:
     raise UsageError(problems)

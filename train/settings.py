@@ -38,6 +38,11 @@ class Arguments(NamedTuple):
   flags: set[str]  # "--allow-change", where given
 
 
+def arguments_of(verb: str) -> tuple[str, ...]:
+  """Arguments with a value that a training verb takes, beside --config.KEY=VALUE."""
+  return (*ARGUMENTS, INIT) if verb == SFT else ARGUMENTS
+
+
 def parse(
   argv: Sequence[str], *, devices: int, slices: int = 1, verb: str = PRETRAIN
 ) -> CommandLine:
@@ -51,7 +56,7 @@ def parse(
 
   Raises: UsageError with every problem of the arguments, the file, the types and the combinations.
   """
-  arguments = split(argv, (*ARGUMENTS, INIT) if verb == SFT else ARGUMENTS)
+  arguments = split(argv, arguments_of(verb))
   problems = list(arguments.problems)
   problems += [f"{name} is missing." for name in ARGUMENTS if name not in arguments.values]
   settings = None

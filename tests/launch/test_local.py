@@ -25,6 +25,13 @@ def test_one_process_is_told_nothing(capsys):
   assert len(lines) == 2
 
 
+def test_fine_tuning_takes_the_checkpoint_that_it_starts_from(capsys):
+  (_, line) = dry_run(capsys, "--verb=sft", "--init=runs/x").splitlines()
+  assert " -m train sft " in line and line.endswith("--init=runs/x")
+  assert main(["local", *arguments("--dry-run", "--init=runs/x")]) == 2
+  assert "--init is not an argument" in capsys.readouterr().err
+
+
 def test_processes_are_told_of_one_another(capsys):
   text = dry_run(capsys, "--processes=2", "--config.mesh.fsdp=2")
   addresses = {line.split()[0] for line in text.splitlines() if line.startswith("JAX_")}
