@@ -246,3 +246,16 @@ def test_killed_at_any_step_it_ends_with_the_same_lines(finished, pretrained, tu
     lines.append(tuning.lines(workdir))
   assert lines[0] == lines[1]
   assert [line["replay_copies"] > 0 for line in lines[0]] == [False] * 2 + [True] * 4
+
+
+@pytest.mark.slow
+def test_a_mesh_measures_the_same(finished, pretrained, tuning, tmp_path):
+  """Rows, slots and tokens of both layouts lie on several devices."""
+  mesh = {"mesh__fsdp": 2, "mesh__context": 2}
+  command = tuning.command(tmp_path / "run", devices=4, **REPLAY, **mesh)
+  assert pretrain(command._replace(init=str(pretrained)), jax.devices()[:4]) is Exit.DONE
+  one, four = (tuning.lines(folder)[-1] for folder in (finished[0], tmp_path / "run"))
+  names = [name for name in one if name.startswith("validation_")]
+  assert len(names) >= 10
+  for name in names:
+    assert four[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
