@@ -52,7 +52,7 @@ posttrain: setup
 	@$(RUN) -m train prepare --format chat --source tools:0 --tokenizer .data/tiny_text/tokenizer.json \
 	  --slots 1024 --decoder-slots 768 --window 32 --out .data/tiny_tools
 	@$(RUN) -m train pretrain --config configs/tiny.py --workdir runs/tiny_text \
-	  --config.data.paths=.data/tiny_text --config.total_steps=150
+	  --config.data.paths=.data/tiny_text --config.total_steps=100
 	@$(RUN) -m train sft --config configs/sft.py:tiny --workdir runs/tiny_tools --init runs/tiny_text
 
 test: setup

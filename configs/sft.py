@@ -11,7 +11,7 @@ The miniature starts from configs/tiny.py; `make posttrain` runs its whole chain
 
 A switch may begin later, by a stage; here replay with the second half of the steps:
 
-  --config.data.replay.share=0 --config.stages="[{'name': 'replay', 'tokens': 65536, \
+  --config.data.replay.share=0 --config.stages="[{'name': 'replay', 'tokens': 40960, \
     'changes': {'data.replay.share': 0.5}}]"
 
 Hardware: 512 chips of v5p, never run; `tiny`: two CPU cores. Wall time of `tiny`: not yet measured.
@@ -62,7 +62,7 @@ def _tiny() -> Any:
   c.data.update(paths=(".data/tiny_tools",), slots=1024, batch_rows=2)
   c.data.replay.update(decoder_slots=768, hit_multiple=4)
   c.optim.update(peak_lr=5e-3, final_lr=5e-4, warmup_steps=5)
-  c.checkpoint.every_steps = 30
-  c.validation.update(every_steps=30, rows=16)
-  c.total_steps = 60
+  c.checkpoint.every_steps = 20
+  c.validation.update(every_steps=20, rows=16)
+  c.total_steps = 40
   return c
