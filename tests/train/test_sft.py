@@ -12,14 +12,15 @@ from data.prepared import TOKENIZER
 from deepseek_jax.checkpoint import restore_step
 from deepseek_jax.sharding import make_mesh
 from tests.train.conftest import ROOT, VOCAB, Runs
-from train import checks, replay_report, settings
+from train import checks, convert, replay_report, settings
 from train.batches import open_held_out, open_training, row_group
 from train.errors import Exit, UsageError
 from train.loop import state_items
-from train.origin import UNSAID
+from train.origin import UNSAID, Origin, first_state
 from train.pretrain import pretrain
 from train.programs import build_programs
 from train.settings import SFT
+from train.stored_step import find_step
 
 SLOTS, WINDOW = 64, 8
 STEPS = 4
@@ -259,3 +260,26 @@ def test_a_mesh_measures_the_same(finished, pretrained, tuning, tmp_path):
   assert len(names) >= 10
   for name in names:
     assert four[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_it_starts_from_what_was_imported(pretrained, tuning, one_device, tmp_path, capsys):
+  """Out as bfloat16 and in again; such a folder has no tokenizer to compare with."""
+  for source, target, *words in (
+    (pretrained, tmp_path / "released", "--format=released", "--dtype=bfloat16"),
+    (tmp_path / "released", tmp_path / "run", "--format=checkpoint", "--config.mesh.fsdp=8"),
+  ):
+    done = convert.main([f"--checkpoint={source}", f"--output={target}", *words])
+    assert done == Exit.DONE, capsys.readouterr()
+  given = tuning.command(tmp_path / "tuned", **REPLAY).settings
+  origin = Origin(SFT, None, find_step("--init", str(tmp_path / "run")))
+  with jax.set_mesh(mesh := make_mesh(given.mesh, one_device)):
+    programs = build_programs(given, mesh)
+    state = first_state(origin, programs, given, "any")
+    before = stored(pretrained, 3, programs)
+  assert "does not say with which tokenizer it was trained" in capsys.readouterr().out
+  assert int(state.step) == 0
+  for new, old in zip(
+    jax.tree.leaves(state.params), jax.tree.leaves(before["params"]), strict=True
+  ):
+    assert np.asarray(new) == pytest.approx(np.asarray(old), rel=2**-8)
