@@ -141,7 +141,7 @@ def test_wrong_usage_is_sentences_and_exit_code_2():
   assert done.stderr.splitlines() == [
     "--topologgy is not an argument; the nearest is --topology.",
     "--config names configs/nanoo.py, which does not exist; configs/ has ablation.py, flash.py, "
-    "nano.py, small.py, tiny.py.",
+    "nano.py, sft.py, small.py, tiny.py.",
   ]
 
 

@@ -83,7 +83,7 @@ def test_a_step_with_replay_must_have_the_room_that_rows_were_packed_for(prepare
   assert "prepare them again with --window 9" in window
   text = dataclasses.replace(prepared, contents="text", decoder_slots=None, window=None)
   (problem,) = text.replay_problems(decoder_slots=taken, window=8)
-  assert "data.replay.share is for chats" in problem
+  assert problem == f"Replay is for chats, but {prepared.folder} holds text."
 
 
 def test_rows_keep_to_the_decoder_slots_that_are_asked_for(tmp_path, prepared):
