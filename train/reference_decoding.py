@@ -20,6 +20,7 @@ from deepseek_jax.sampling.row_formats import row_formats
 from deepseek_jax.sampling.sampler import Sampler
 from deepseek_jax.types import ModelOutput
 from train.reference_case import Case, CaseError, pool_mask, run_case
+from train.replay_case import is_replay
 
 LOGITS = "decode_logits"  # what every such case has
 
@@ -34,7 +35,7 @@ def run_decoding_case(case: Case) -> dict[str, np.ndarray]:
   with jax.default_matmul_precision("highest"):  # accelerators shorten float32 operands otherwise
     sampler = Sampler(case.cfg, case.variables, hashing, packed=packed)
     run = _Run(case, sampler, _observed(sampler, "encode"), _observed(sampler, "decode"))
-    if {"tail_logits", "exact_logits"} <= set(case.recorded):
+    if is_replay(case.recorded):
       ours = _tail_case(run)
     elif "prefill_logits" in case.recorded:
       ours = _decode_case(run)

@@ -4,14 +4,10 @@ Its tokens are a prompt, whose last window alone has gone through the decoder, a
 Legend: B rows, S tokens, T decoder slots, N entries.
 """
 
-from typing import Any
-
-import jax
 import numpy as np
 
 from deepseek_jax.layout import Document, Layout, Replay, build_layout, stack_layouts
-from deepseek_jax.model import Model, logits
-from train.reference_case import Case, CaseError, slots_for
+from train.reference_case import Case, CaseError, pool_mask, slots_for, traces
 
 _LOGITS = "tail_logits", "decode_logits", "exact_logits"
 
@@ -26,8 +22,10 @@ def run_replay_case(case: Case) -> dict[str, np.ndarray]:
   ids_BS, (_, tail, _) = case.recorded["input_ids"], case.recorded["tail_logits"].shape
   prompt = ids_BS.shape[1] - case.recorded["decode_logits"].shape[1]
   replay = Replay(window=tail, decoder_slots=ids_BS.shape[1] - prompt + tail)
-  ours = _forward(case, _layout(case, ids_BS, [(prompt, ids_BS.shape[1])], replay))
-  exact = _forward(case, _layout(case, ids_BS[:, :prompt], None, None))
+  ours = traces(
+    case.cfg, case.variables, _layout(case, ids_BS, [(prompt, ids_BS.shape[1])], replay), {}
+  )
+  exact = traces(case.cfg, case.variables, _layout(case, ids_BS[:, :prompt], None, None), {})
   found = {
     "tail_logits": ours["logits"][:, :tail],
     "decode_logits": ours["logits"][:, tail:],
@@ -52,22 +50,6 @@ def _layout(case: Case, ids_BS: np.ndarray, turns, replay: Replay | None) -> Lay
   return stack_layouts([row(ids_S) for ids_S in ids_BS])
 
 
-def _forward(case: Case, layout: Layout) -> dict[str, np.ndarray]:
-  @jax.jit
-  def forward(variables, layout):
-    ours = {}
-
-    def tap(name, value):
-      ours[name] = value
-      return value
-
-    output: Any = Model(case.cfg, tap=tap).apply(variables, layout)
-    return ours | {"logits": logits(output)}
-
-  with jax.default_matmul_precision("highest"):
-    return jax.tree.map(np.asarray, forward(case.variables, layout))
-
-
 def _value(
   name: str, ours: dict[str, np.ndarray], tokens: int, decoder_slots: int, case: Case
 ) -> np.ndarray:
@@ -86,6 +68,5 @@ def _value(
   if name.startswith("final."):
     return ours[f"{layer}.attn.compressed_kv" if name.endswith("_kv") else f"{layer}.indexer.k"]
   if name.endswith(".candidates"):
-    block_N = np.arange(tokens) // case.cfg.indexer.pool_block_size
-    return (ours[f"{layer}.indexer.pool"][..., None] == block_N).any(axis=2)
+    return pool_mask(ours[f"{layer}.indexer.pool"], tokens, case)
   return ours[name]
