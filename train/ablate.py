@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -23,20 +23,16 @@ from configs.schema import Settings
 from data.errors import DataError
 from data.pipeline import validation_split
 from deepseek_jax.flops import activated_parameters, flops_per_token, parameters
+from deepseek_jax.layout import Layout
 from deepseek_jax.model import Model
-from deepseek_jax.objective.denominators import count
-from deepseek_jax.optim.optimizer import make_optimizer
-from deepseek_jax.optim.schedule import learning_rate
 from deepseek_jax.sharding import make_mesh
-from deepseek_jax.step import init_state, make_train_step
 from train import checks, plan_cache, settings
 from train.ablation_table import table
-from train.batches import RowGroup, empty_row, open_held_out, open_training, placer
+from train.batches import empty_row, open_held_out, open_training, placer, row_group
 from train.environment import environment
 from train.errors import Exit, UsageError
 from train.evaluate_loss import first_rows
-from train.programs import loss_sums, training_loss
-from train.stages import spans
+from train.programs import build_programs
 
 USAGE = """python -m train ablate --config FILE.py --only VARIANT --output F.json
                        [--config.KEY=VALUE ...]
@@ -115,14 +111,14 @@ def ablate(chosen: Settings, variant: str) -> dict[str, Any]:
   """Trains all seeds on the same batches and measures them on the validation split."""
   began = time.monotonic()
   mesh = make_mesh(chosen.mesh, jax.devices()[:1])
-  group = RowGroup(0, 1, np.arange(chosen.data.batch_rows))
+  group = row_group(chosen, mesh)
   place, pipeline = placer(mesh, group), open_training(chosen, group)
   with jax.set_mesh(mesh):
-    first = place(next(pipeline).layout)
-    programs = compile_programs(chosen, mesh, first)
+    programs = compile_programs(chosen, mesh)
     states = programs.create()
     compiled = time.monotonic()
-    states, curve, speed = _train(chosen, programs, states, first, map(_layout(place), pipeline))
+    batches = (place(batch.layout) for batch in pipeline)
+    states, curve, speed = _train(chosen, programs, states, batches)
     rows = first_rows(open_held_out(chosen, group), chosen.validation.rows)
     sums = [programs.evaluate(states, place(batch.layout)) for batch in rows]
   nats_s, targets_s = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
@@ -154,57 +150,44 @@ def ablate(chosen: Settings, variant: str) -> dict[str, Any]:
   return result
 
 
-def compile_programs(chosen: Settings, mesh: Mesh, batch: Any) -> Programs:
+def compile_programs(chosen: Settings, mesh: Mesh) -> Programs:
   """What a variant needs, each seed after the other inside one program.
 
   A loop over seeds keeps the kernels, some of which JAX cannot batch.
   """
-  model = Model(chosen.model, indexer_loss=chosen.objective.indexer)
-  optimizer = make_optimizer(chosen.optim, spans(chosen), chosen.model.engram)
-  row = empty_row(chosen)
-  step = make_train_step(
-    training_loss(chosen),
-    lambda layout: count(layout, chosen.model),
-    optimizer,
-    learning_rate(chosen.optim, spans(chosen)),
-    bias_speed=chosen.optim.bias_speed,
-    micro_batches=chosen.accumulation,
-  )
-  evaluate = loss_sums(chosen)
+  of_one = build_programs(chosen, mesh)
+  model, row = Model(chosen.model, indexer_loss=chosen.objective.indexer), empty_row(chosen)
 
   def create() -> Any:
     def one(seed: jax.Array) -> Any:
       # Random bits of the device's own generator: threefry for every array takes a minute to
       # compile on a GPU (docs/log.md).
       variables = nn.unbox(model.init(jax.random.key(seed, impl="rbg"), row))
-      return init_state(variables["params"], variables["balance"], optimizer)
+      return of_one.start(variables["params"], variables["balance"])
 
     return jax.lax.map(one, chosen.seed + jnp.arange(SEEDS))
 
   over_seeds = lambda fn: lambda states, batch: jax.lax.map(lambda s: fn(s, batch), states)
-  shapes = jax.eval_shape(create)
+  evaluate = over_seeds(lambda s, batch: of_one.evaluate(s.params, s.balance, batch))
+  shapes, batch = jax.eval_shape(create), of_one.abstract_batch
   lowered = (
     jax.jit(create).lower(),
-    jax.jit(over_seeds(step), donate_argnums=0).lower(shapes, batch),
-    jax.jit(over_seeds(lambda s, batch: evaluate(s.params, s.balance, batch))).lower(shapes, batch),
+    jax.jit(over_seeds(of_one.step), donate_argnums=0).lower(shapes, batch),
+    jax.jit(evaluate).lower(shapes, batch),
   )
   with ThreadPoolExecutor(len(lowered)) as pool:
     return Programs(*pool.map(lambda program: program.compile(), lowered))
 
 
-def _layout(place: Callable) -> Callable:
-  return lambda batch: place(batch.layout)
-
-
 def _train(
-  chosen: Settings, programs: Programs, states: Any, first: Any, others: Iterable
+  chosen: Settings, programs: Programs, states: Any, batches: Iterator[Layout]
 ) -> tuple[Any, list, float]:
   """The trained states, lines of [step, loss of each seed], and tokens a second over all seeds."""
-  curve, began, batch, others = [], 0.0, first, iter(others)
+  curve, began, batch = [], 0.0, next(batches)
   total = chosen.total_steps
   for step in range(1, total + 1):
     states, metrics_s = programs.step(states, batch)
-    batch = next(others)  # built and sent while the device works
+    batch = next(batches)  # built and sent while the device works
     if step == WARM_UP:
       jax.block_until_ready(metrics_s)
       began = time.monotonic()
