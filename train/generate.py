@@ -14,6 +14,7 @@ from tokenizers.decoders import DecodeStream
 
 from configs.schema import Settings
 from data.errors import DataError
+from data.plain_tokenizer import plain_tokenizer
 from data.prepared import TOKENIZER, Prepared, load_prepared
 from deepseek_jax.checkpoint import CheckpointError, manifest, restore_step
 from deepseek_jax.model import Model
@@ -205,8 +206,7 @@ def _tokenizer(data: str) -> tuple[Prepared, Tokenizer]:
     raise UsageError([str(error)]) from error
   except Exception as error:  # the library raises no other
     raise UsageError([f"{data}/{TOKENIZER} is no readable tokenizer: {error}."]) from error
-  tokenizer.encode_special_tokens = True  # a prompt that spells a special token is text
-  return prepared, tokenizer
+  return prepared, plain_tokenizer(tokenizer)
 
 
 def _step(folder: StoragePath, wanted: int | None) -> int:
