@@ -3,10 +3,8 @@
 The process whose output a test reads is this file: `python tests/checkpoint/test_failed_save.py F`.
 """
 
-import contextlib
 import os
 import pathlib
-import resource
 import subprocess
 import sys
 import time
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 
 from deepseek_jax.checkpoint import CheckpointError, Checkpoints
+from tests.full_disk import no_file_above
 
 ROOT = pathlib.Path(__file__).parents[2]
 ON_ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -29,17 +28,6 @@ def items(size):
 
 def abstract(size):
   return {"params": {"w": jax.ShapeDtypeStruct((size,), jnp.float32, sharding=ON_ONE)}}
-
-
-@contextlib.contextmanager
-def no_file_above(size):
-  """The operating system refuses to let a file grow above `size` bytes."""
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-  try:
-    yield
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def save_until_noticed(checkpoints, step, seconds=10.0):

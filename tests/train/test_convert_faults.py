@@ -1,11 +1,9 @@
 """Damaged files, wrong indexes, contradictions, full disks, kills: one sentence, nothing lost."""
 
-import contextlib
 import hashlib
 import json
 import os
 import pathlib
-import resource
 import shutil
 import signal
 import subprocess
@@ -19,6 +17,7 @@ import tensorstore as ts
 from deepseek_jax.checkpoint import manifest
 from deepseek_jax.checkpoint.released_folder import INDEX
 from deepseek_jax.checkpoint.stored_arrays import open_items
+from tests.full_disk import no_file_above
 from train import convert
 from train.errors import Exit, UsageError
 
@@ -154,17 +153,6 @@ def test_a_configuration_of_ours_that_contradicts_the_arrays_is_refused(converte
   (problem,) = error.value.problems
   assert "array params/embed is [64, 64] instead of [96, 64]" in problem
   assert not list(tmp_path.glob("made*"))
-
-
-@contextlib.contextmanager
-def no_file_above(size):
-  """The operating system refuses to let a file grow above `size` bytes, as a full disk would."""
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-  try:
-    yield
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(
