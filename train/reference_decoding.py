@@ -65,7 +65,7 @@ class _Run(NamedTuple):
     return run_case(alone, site_by_site=False)["logits"][:, :tokens]
 
   def encode(self, cache: Cache, tokens_BC: np.ndarray):
-    rows = self.sampler.engram_rows(cache, tokens_BC)
+    rows = self.sampler.engram_rows(np.asarray(cache.recent), tokens_BC)
     return self.encode_observed(self.case.variables, cache, tokens_BC, rows, _count(tokens_BC))
 
   def decode(self, cache: Cache, reached: Reached, first_B: jax.Array, count_B: jax.Array):

@@ -15,22 +15,29 @@ class StoredStep(NamedTuple):
   settings: Settings
 
 
-def find_step(name: str, text: str, *, check: bool = True) -> StoredStep:
-  """A run folder's newest complete step, or the step that is named itself.
+def find_step(name: str, text: str, *, number: int | None = None, check: bool = True) -> StoredStep:
+  """A step of a run folder, or the step that is named itself.
 
   Args:
     name: of the argument.
     text: its value.
+    number: which step of a run folder, as --step says; None: the newest complete one.
     check: compare all files with their hashes, which reads them.
 
-  Raises: UsageError for a folder that is neither, and for a damaged step.
+  Raises: UsageError for a folder that is neither, for a damaged step, and for a number that there
+    is no complete step of.
   """
   path = storage_path(text).absolute()
   try:
     if manifest.has_manifest(path):
       step = path
+      if number is not None:
+        raise UsageError([f"--step is {number}, but {name} {text} is a step itself."])
     elif steps := manifest.complete_steps(path / "checkpoints"):
-      step = path / "checkpoints" / str(steps[-1])
+      if number is not None and number not in steps:
+        have = ", ".join(map(str, steps))
+        raise UsageError([f"--step is {number}, the complete checkpoints of {text} are {have}."])
+      step = path / "checkpoints" / str(steps[-1] if number is None else number)
     else:
       raise UsageError([f"{name} {text} is no run folder with a complete step, and no step."])
     if check and processes.first() and (problems := manifest.verify_step(step)):

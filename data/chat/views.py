@@ -34,3 +34,10 @@ def _opens(messages: tuple[Message, ...], index: int) -> bool:
 
 def _without_reasoning(message: Message) -> Message:
   return dataclasses.replace(message, reasoning=None, learned=False)
+
+
+def shown(chat: Chat) -> Chat:
+  """The chat as a model is shown it that is to answer, without reasoning that the format drops."""
+  asked = dataclasses.replace(chat, messages=(*chat.messages, Message("assistant", learned=True)))
+  last = views(asked)[-1]
+  return dataclasses.replace(last, messages=last.messages[:-1])

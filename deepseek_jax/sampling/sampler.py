@@ -27,7 +27,8 @@ class Sampler:
 
   Args:
     cfg: of the trained model.
-    variables: {"params", "balance"} with a subtree per layer, see `unrolled`.
+    variables: {"params", "balance"} with a subtree per layer, in float32 or as `decoding_dtype`
+      has them.
     hashing: Engram hash; None where there is no table.
     packed: rows lie in the bytes of the release; otherwise in the compute dtype.
     chunk: slots that go through a prefill at a time.
@@ -43,11 +44,8 @@ class Sampler:
     chunk: int = 2048,
   ) -> None:
     self.cfg, self.packed, self.chunk = decoding_config(cfg, packed=packed), packed, chunk
-    self._variables, self._hashing = variables, hashing
-    programs = Programs(CachedModel(self.cfg, packed=packed))
-    self._push = jax.jit(programs.push, donate_argnums=(1, 2), static_argnames="write")
-    self._enter = jax.jit(programs.enter, donate_argnums=1)
-    self._extend = jax.jit(programs.extend, donate_argnums=1, static_argnames="write")
+    self.variables, self._hashing = variables, hashing
+    self.programs = Programs(CachedModel(self.cfg, packed=packed))
 
   def new_cache(self, rows: int, tokens: int) -> Cache:
     """An empty cache for sequences of up to so many tokens."""
@@ -104,15 +102,18 @@ class Sampler:
     """Passes of tokens, each with whether it writes entries."""
     exact = exact or self.cfg.decoder_start is None
     tail, last_BV = empty_tail(self.cfg, cache), jnp.zeros(())
+    recent_BG = np.asarray(cache.recent)
     for tokens, write in passes:
       for tokens_BC, count_B in _chunks(tokens, self.chunk):
-        arguments = tokens_BC, self.engram_rows(cache, tokens_BC), count_B
+        # The host's own tokens, so that programs queue up without waiting for one another.
+        arguments = tokens_BC, self.engram_rows(recent_BG, tokens_BC), count_B
+        recent_BG = _recent(recent_BG, tokens_BC, count_B)
         if exact:
-          cache, new_BV = self._extend(self._variables, cache, *arguments, write=write)
+          cache, new_BV = self.programs.extend(self.variables, cache, *arguments, write=write)
           last_BV = jnp.where(count_B[:, None] > 0, new_BV, last_BV)
         else:
-          cache, tail = self._push(self._variables, cache, tail, *arguments, write=write)
-    return (cache, last_BV) if exact else self._enter(self._variables, cache, tail)
+          cache, tail = self.programs.push(self.variables, cache, tail, *arguments, write=write)
+    return (cache, last_BV) if exact else self.programs.enter(self.variables, cache, tail)
 
   def step(self, cache: Cache, tokens_B: np.ndarray, active_B: np.ndarray):
     """Appends a token to each active sequence: the cache (consumed), and logits [B, V] float32.
@@ -121,14 +122,14 @@ class Sampler:
     """
     tokens_B1, count_B = np.asarray(tokens_B, np.int32)[:, None], np.asarray(active_B, np.int32)
     _check_room(self.cfg, cache, count_B)
-    rows = self.engram_rows(cache, tokens_B1)
-    return self._extend(self._variables, cache, tokens_B1, rows, count_B, write=True)
+    rows = self.engram_rows(np.asarray(cache.recent), tokens_B1)
+    return self.programs.extend(self.variables, cache, tokens_B1, rows, count_B, write=True)
 
-  def engram_rows(self, cache: Cache, tokens_BC: np.ndarray) -> np.ndarray:
-    """int32 [B, C, L, R] rows that the tokens read behind those that the cache remembers."""
+  def engram_rows(self, recent_BG: np.ndarray, tokens_BC: np.ndarray) -> np.ndarray:
+    """int32 [B, C, L, R] rows that the tokens read behind the last ones before them."""
     if self._hashing is None:
       return np.zeros((*tokens_BC.shape, 0, 0), np.int32)
-    ids_BX = np.concatenate([np.asarray(cache.recent), tokens_BC], axis=1)
+    ids_BX = np.concatenate([recent_BG, tokens_BC], axis=1)
     absent_BX = ids_BX < 0
     hashed = [
       self._hashing.rows(ids, absent)
@@ -138,24 +139,30 @@ class Sampler:
 
 
 class Programs:
-  """What a Sampler compiles; the first argument of each are the weights."""
+  """What a Sampler runs, compiled for each shape; the first argument of each are the weights.
+
+  Caches and tails that go in are consumed.
+  """
 
   def __init__(self, model: CachedModel) -> None:
     self._encode = functools.partial(cast(Any, model.apply), method="encode")
     self._decode = functools.partial(cast(Any, model.apply), method="decode")
+    self.push = jax.jit(self._push, donate_argnums=(1, 2), static_argnames="write")
+    self.enter = jax.jit(self._enter, donate_argnums=1)
+    self.extend = jax.jit(self._extend, donate_argnums=1, static_argnames="write")
 
-  def push(self, variables, cache: Cache, tail: Tail, tokens_BC, rows, count_B, *, write=True):
+  def _push(self, variables, cache: Cache, tail: Tail, tokens_BC, rows, count_B, *, write=True):
     """Encoder layers on a chunk, remembered for the decoder."""
     cache, reached = self._encode(variables, cache, tokens_BC, rows, count_B, write=write)
     return cache, push(tail, reached, count_B)
 
-  def enter(self, variables, cache: Cache, tail: Tail):
+  def _enter(self, variables, cache: Cache, tail: Tail):
     """Decoder layers on the last window: the cache, and logits of the last token."""
     cache, reached, first_B, count_B = enter(tail, cache)
     cache, hidden_BTD = self._decode(variables, cache, reached, first_B, count_B)
     return cache, _last_logits(variables, hidden_BTD, count_B)
 
-  def extend(self, variables, cache: Cache, tokens_BC, rows, count_B, *, write=True):
+  def _extend(self, variables, cache: Cache, tokens_BC, rows, count_B, *, write=True):
     """All layers on a chunk: the cache, and logits of each sequence's last token."""
     first_B = cache.position
     cache, reached = self._encode(variables, cache, tokens_BC, rows, count_B, write=write)
@@ -181,6 +188,13 @@ def _chunks(tokens: Sequence[np.ndarray], chunk: int):
   length_B = np.array([len(own) for own in tokens], np.int32)
   for start in range(0, padded_BX.shape[1], width):
     yield padded_BX[:, start : start + width], np.clip(length_B - start, 0, width)
+
+
+def _recent(recent_BG: np.ndarray, tokens_BC: np.ndarray, count_B: np.ndarray) -> np.ndarray:
+  """The last G tokens behind a chunk of which each row has so many."""
+  ids_BX = np.concatenate([recent_BG, tokens_BC], axis=1)
+  place_BG = count_B[:, None] + np.arange(recent_BG.shape[1])
+  return np.take_along_axis(ids_BX, place_BG, axis=1)
 
 
 def _check_prompts(cfg: ModelConfig, cache: Cache, prompts: Sequence[np.ndarray]) -> None:

@@ -94,7 +94,8 @@ def with_copies(sequences, hits) -> Layout:
   """Rows in which the window of tokens before each hit stands a second time, right before it.
 
   Written out slot by slot: a copy sees nothing before the first copy, makes no entry, and sees the
-  entries that its original sees. Hits are even, so that pairs and pool blocks end with them.
+  entries that its original sees. A pair that a hit cuts is made of the last copy and of the slot
+  behind it, as W is even; blocks of a pool end with even hits alone.
   """
   pairs = list(zip(sequences, hits, strict=True))
   rows = layout_of(*[np.concatenate([tokens[:hit], tokens[hit - W :]]) for tokens, hit in pairs])

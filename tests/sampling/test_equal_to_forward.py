@@ -1,9 +1,12 @@
 """What comes out of prefill and decode is what one forward of the trained model gives."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
+from deepseek_jax.model import Model, logits
 from deepseek_jax.sampling.cache import without_windows
 from deepseek_jax.sampling.sampler import Sampler
 from tests.sampling.small_model import (
@@ -14,6 +17,7 @@ from tests.sampling.small_model import (
   assert_close,
   layout_of,
   random_tokens,
+  random_variables,
   with_copies,
   with_early_exit,
 )
@@ -112,6 +116,24 @@ def test_a_prefix_without_windows_goes_on_as_a_layout_with_copies_says(small, pr
   assert_same(got, want, prompts, shift=W)
   exact = small.forward(layout_of(A, C))
   assert np.abs(got[0, 30] - exact[0, 30]).max() > 1e-4 * np.abs(exact).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hits", [(19, 13), (21, 20)], ids=str)
+def test_a_prefix_may_end_between_the_tokens_of_a_pair(hits):
+  """The pair is made of the copy before the hit and of the token behind it.
+
+  Without a pool, whose blocks a layout with copies would cut elsewhere.
+  """
+  cfg = dataclasses.replace(CFG, indexer=dataclasses.replace(CFG.indexer, pool_source=None))
+  variables, prompts = random_variables(cfg), (30, 22)
+  sampler = Sampler(cfg, variables, HASHING, packed=False, chunk=8)
+  cache, _ = sampler.prefill(sampler.new_cache(2, S), parts((0, 0), hits))
+  held, new = parts((0, 0), hits), parts(hits, prompts)
+  cache, last_BV = sampler.resume(without_windows(cache), held, new)
+  got = decode_all(sampler, cache, last_BV, prompts)
+  layout = with_early_exit(with_copies((A, C), hits), prompts)
+  assert_same(got, logits(Model(cfg).apply(variables, layout)), prompts, shift=W)
 
 
 def test_what_a_cache_cannot_do_is_refused_before_it_is_touched(small):

@@ -8,22 +8,39 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from data.chat.tokens import chat_tokenizer
+from data.prepare.run import PrepareRequest, prepare
+from data.prepare.tokenizer import CHAT_TOKENS
 from deepseek_jax.checkpoint import Checkpoints
 from deepseek_jax.model import Model
-from tests.train.conftest import ROOT, VOCAB
+from tests.train.conftest import ROOT, SLOTS, VOCAB
 from train import generate, settings
 from train.__main__ import main
 from train.batches import empty_row
+from train.chat_prompt import REASONING
 from train.errors import Exit
 
 
 @pytest.fixture(scope="module")
-def trained(prepared, tmp_path_factory):
+def text_data(prepared, tmp_path_factory):
+  """The same text, with a tokenizer that has the marks of chats."""
+  request = PrepareRequest(
+    source=prepared.request["source"],
+    tokenizer=f"train:{VOCAB}",
+    chat_tokens=True,
+    slots=SLOTS,
+    validation_share=0.25,
+  )
+  return prepare(request, tmp_path_factory.mktemp("text_data"))
+
+
+@pytest.fixture(scope="module")
+def trained(text_data, tmp_path_factory):
   """A run folder as a run leaves it, at step 7."""
   folder = tmp_path_factory.mktemp("trained")
   arguments = [f"--config={ROOT}/configs/nano.py", f"--workdir={folder}"]
   vocab = {"model.vocab": VOCAB, "model.engram.compressed_vocab": VOCAB}
-  overrides = {"data.paths": prepared.folder} | vocab
+  overrides = {"data.paths": text_data.folder} | vocab
   arguments += [f"--config.{key}={value}" for key, value in overrides.items()]
   chosen = settings.parse(arguments, devices=1).settings
   (folder / "config.json").write_text(settings.resolved_json(chosen))
@@ -34,7 +51,7 @@ def trained(prepared, tmp_path_factory):
   variables = jax.device_put(variables, jax.devices()[0])
   checkpoints = Checkpoints(folder / "checkpoints")
   items = {"params": variables["params"], "router": variables["balance"]}
-  checkpoints.save(7, items, {}, {})
+  checkpoints.save(7, items, {"tokenizer": text_data.tokenizer_sha256}, {})
   checkpoints.close()
   return folder
 
@@ -73,8 +90,9 @@ def test_the_command_prints_the_text(loaded, trained, capsys):
 @pytest.mark.parametrize("mesh", ["fsdp=2,expert=2,tensor=2", "replica=2,expert=2,context=2"])
 def test_the_text_of_eight_devices_is_that_of_one(mesh, loaded, trained):
   alone, spread = text(loaded, trained), request(trained, "--mesh", mesh)
-  with jax.set_mesh(generate.lay_mesh(spread.mesh)):
-    assert "".join(generate.write(generate.load(spread), spread)) == alone
+  on_mesh = generate.load(spread)
+  with jax.set_mesh(on_mesh.mesh):
+    assert "".join(generate.write(on_mesh, spread)) == alone
 
 
 @pytest.mark.slow
@@ -97,6 +115,15 @@ def test_a_text_does_not_depend_on_those_beside_it(loaded, trained):
     (["--mesh=fsd=2"], ["--mesh is fsd=2, accepted are AXIS=DEVICES,... with the axes replica"]),
     (["--mesh=fsdp=0"], ["--mesh is fsdp=0, accepted are"]),
     (["--cache=fp8"], ["--cache is 'fp8', accepted are packed and plain."]),
+    (["--effort=3"], ["--effort is of an answer in a chat: it needs --chat."]),
+    (
+      ["--chat", "--effort=0", '--prompt=[{"role": "usr"}]', "--samples=x"],
+      [
+        "--effort must be from 1 to 100, got 0.",
+        "--prompt message 1 has the role 'usr', accepted are system, user, assistant, tool.",
+        "--samples must be an integer",
+      ],
+    ),
   ],
 )
 def test_every_problem_of_the_arguments_is_one_sentence(words, sentences, capsys):
@@ -109,14 +136,14 @@ def test_every_problem_of_the_arguments_is_one_sentence(words, sentences, capsys
 @pytest.mark.parametrize(
   ("change", "words", "sentence"),
   [
-    (lambda f: shutil.rmtree(f), (), "is no folder of a run"),
-    (lambda f: (f / "config.json").write_text("{"), (), "config.json cannot be read"),
-    (lambda f: shutil.rmtree(f / "checkpoints"), (), "has no complete checkpoint."),
+    (lambda f: shutil.rmtree(f), (), "is no run folder with a complete step, and no step."),
+    (lambda f: (f / "config.json").write_text("{"), (), "config.json is no configuration of a run"),
+    (lambda f: shutil.rmtree(f / "checkpoints"), (), "is no run folder with a complete step"),
     (lambda f: None, ("--step=3",), "--step is 3, the complete checkpoints of"),
     (lambda f: None, ("--data=nowhere",), "There is no tokenizer: nowhere is no folder"),
     (lambda f: None, ("--mesh=fsdp=16",), "--mesh needs 16 devices, there are 8."),
     (lambda f: damage(f), (), "cannot be used"),
-    (lambda f: widen(f), (), "do not fit the configuration"),
+    (lambda f: widen(f), (), "does not fit its config.json"),
     (lambda f: shrink(f), (), "the model's vocabulary 64."),
   ],
 )
@@ -155,5 +182,49 @@ def shrink(folder):
 
 
 def test_text_that_spells_a_special_token_stays_text(loaded):
-  ids = loaded.tokenizer.encode("<｜end▁of▁sentence｜>", add_special_tokens=False).ids
-  assert loaded.prepared.eos not in ids and len(ids) > 1
+  ids = loaded.text.plain.encode("<｜end▁of▁sentence｜>", add_special_tokens=False).ids
+  assert loaded.text.prepared.eos not in ids and len(ids) > 1
+
+
+CHAT = "--chat", '--prompt=[{"role": "user", "content": "router"}]', "--effort=20"
+
+
+def test_an_answer_of_a_chat_is_reasoning_and_then_text(loaded, trained, capsys):
+  """Random weights end neither; that is said, and what there is is shown."""
+  asked = request(trained, *CHAT)
+  encoder = chat_tokenizer(loaded.text.tokenizer)
+  (shown, again) = (
+    "".join(generate.write(loaded._replace(encoder=encoder), asked)) for _ in range(2)
+  )
+  assert shown == again and shown.startswith(REASONING)
+  assert shown.splitlines()[-1].startswith("[not a whole answer: expected </think>")
+
+
+def test_a_released_checkpoint_and_a_tokenizer_without_marks(converted, prepared, capsys):
+  """Everything that is wrong is said at once; marks that are missing have names."""
+  case = str(converted / "case")
+  words = ["--checkpoint", case, "--prompt=a", f"--data={prepared.folder}"]
+  assert main(["generate", *words, "--chat", "--mesh=fsdp=16"]) == Exit.USAGE
+  error = capsys.readouterr().err
+  assert "--mesh needs 16 devices, there are 8." in error
+  assert f"lacks tokens of the chat format: {', '.join(CHAT_TOKENS)};" in error
+  assert main(["generate", "--checkpoint", case, "--prompt=a"]) == Exit.USAGE
+  assert "names no data: --data must name the tokenizer's." in capsys.readouterr().err
+  assert main(["generate", *words, "--step=3"]) == Exit.USAGE
+  assert "--step is 3, but --checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_released_checkpoint_writes_what_the_run_made_of_it_writes(converted, prepared):
+  texts = []
+  for name in ("case", "run"):
+    words = "--data", str(prepared.folder), "--cache=plain"
+    asked = request(converted / name, *words)
+    texts.append("".join(generate.write(generate.load(asked), asked)))
+  assert texts[0] == texts[1] and len(texts[0]) > 3
+
+
+def test_another_tokenizer_than_that_of_training_is_refused(trained, prepared, capsys):
+  words = ["--checkpoint", str(trained), "--prompt=a", "--data", str(prepared.folder)]
+  assert main(["generate", *words]) == Exit.USAGE
+  assert "was trained with another tokenizer than that in" in capsys.readouterr().err
