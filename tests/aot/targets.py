@@ -6,6 +6,7 @@ Needs the extra packages that `.ci/run` lists: libtpu for TPUs, the CUDA 13 plug
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -58,7 +59,7 @@ def compile_for(target: jax.sharding.Mesh, fn: Callable, *shapes) -> jax.stages.
 
   Args:
     target: tpu(...) or h200().
-    fn: function of arrays and trees of arrays.
+    fn: function of arrays and trees of arrays; one that is jitted keeps what it donates.
     *shapes: trees of jax.ShapeDtypeStruct, one for each argument of fn.
 
   Returns: the executable, with memory_analysis() and as_text(); it cannot run here.
@@ -67,5 +68,6 @@ def compile_for(target: jax.sharding.Mesh, fn: Callable, *shapes) -> jax.stages.
   place = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding)
   platform = "tpu" if target.devices.flat[0].platform == "tpu" else "cuda"
   with tracing_for(target):
-    traced = jax.jit(fn).trace(*jax.tree.map(place, shapes))
+    jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
+    traced = jitted.trace(*jax.tree.map(place, shapes))
     return traced.lower(lowering_platforms=(platform,)).compile()

@@ -5,6 +5,7 @@
   python -m tests.bench schedule --chip v5p,v6e,tpu7x --json F
   python -m tests.bench step --config configs/small.py [--steps 30] [--profile DIR] [--json F]
   python -m tests.bench replay --config configs/small.py [--responses 4] [--steps 30] [--json F]
+  python -m tests.bench decode --config configs/small.py [--contexts 4096,262144] [--json F]
   python -m tests.bench convert --folder DIR [--gigabytes 3] [--json F]
 
 `make bench` runs the first four; on a CPU with tiny sizes, which says only that they work. Prints
@@ -13,7 +14,8 @@ most (a bfloat16 matrix product and a copy, measured in the same run), and a rec
 implementation and shape. A case that fails or is refused leaves a record that says why. `schedule`
 needs no accelerator: it reports cycles of the TPU kernels from the compiler's final schedule.
 `step` measures the whole training step (tests/bench/step.py), `replay` what it saves with replay,
-`convert` the memory that conversion of a released checkpoint takes.
+`decode` prefill and the tokens behind it, `convert` the memory that conversion of a released
+checkpoint takes.
 """
 
 import argparse
@@ -47,7 +49,7 @@ _FOREIGN = {
 
 def main(arguments: list[str] | None = None) -> int:
   words = sys.argv[1:] if arguments is None else arguments
-  if words[:1] in (["step"], ["replay"], ["convert"]):
+  if words[:1] in (["step"], ["replay"], ["decode"], ["convert"]):
     return importlib.import_module(f"tests.bench.{words[0]}").main(words[1:])
   parser = _parser()
   options = parser.parse_args(words)
