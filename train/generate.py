@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -16,12 +17,14 @@ from data.chat.markup import Mark
 from data.chat.tokens import ChatTokenizer, chat_tokenizer
 from data.errors import RequestError
 from deepseek_jax.sampling.cache import decoding_config
-from deepseek_jax.sampling.generate import generate
+from deepseek_jax.sampling.generate import generate, go_on
 from deepseek_jax.sampling.sampler import Sampler
+from deepseek_jax.sampling.session import Session
 from deepseek_jax.sampling.weights import decoding_dtype
 from deepseek_jax.sharding import make_mesh
 from deepseek_jax.training_config import MeshConfig
 from train.chat_prompt import Answer, chat_tokens
+from train.chat_talk import talk, typed_lines
 from train.errors import Exit, UsageError
 from train.generate_request import USAGE, Request, parse
 from train.stored_model import StoredModel, open_model
@@ -42,10 +45,10 @@ def main(argv: Sequence[str]) -> int:
   if any(word in ("--help", "-h") for word in argv):
     print(USAGE)
     return Exit.DONE
-  request = parse(argv)
+  request = parse(argv, terminal=sys.stdin is not None and sys.stdin.isatty())
   trained = load(request)
   with jax.set_mesh(trained.mesh):
-    for piece in write(trained, request):
+    for piece in converse(trained, request) if request.prompt is None else write(trained, request):
       print(piece, end="", flush=True)
   print()
   return Exit.DONE
@@ -81,7 +84,7 @@ def load(request: Request) -> Trained:
     misfits = decoding_config(model.cfg, packed=request.packed).problems()
     problems += [*misfits, "--cache plain keeps rows as they are computed."] if misfits else []
     text = found(open_text, model, request.data)
-  if text is not None and request.chat is not None:
+  if text is not None and request.is_chat:
     encoder = found(chat_tokenizer, text.tokenizer)
   if problems:
     raise UsageError(problems)
@@ -116,6 +119,22 @@ class Continuation:
     return ""
 
 
+def converse(trained: Trained, request: Request) -> Iterator[str]:
+  """A chat with whoever sits at the terminal."""
+  encoder = trained.encoder
+  assert encoder is not None
+  so = functools.partial(
+    go_on,
+    sampling=request.sampling,
+    max_new_tokens=request.max_new_tokens,
+    end=encoder.ids[Mark.EOS],
+    vocab=trained.text.prepared.vocab,
+  )
+  session = Session(trained.sampler, exact=request.exact)
+  room = request.max_new_tokens
+  return talk(session, encoder, typed_lines(), so, effort=request.effort, room=room)
+
+
 def write(trained: Trained, request: Request) -> Iterator[str]:
   """Pieces of text: of one sample as they come, of several one text after the other."""
   prepared, plain, encoder = trained.text.prepared, trained.text.plain, trained.encoder
@@ -124,7 +143,7 @@ def write(trained: Trained, request: Request) -> Iterator[str]:
     prompt = chat_tokens(encoder, request.chat)
     new: Callable[[], Shown] = functools.partial(Answer, encoder, thinking=thinking)
   else:
-    ids, end = plain.encode(request.prompt, add_special_tokens=False).ids, prepared.eos
+    ids, end = plain.encode(request.prompt or "", add_special_tokens=False).ids, prepared.eos
     prompt = np.array([prepared.bos, *ids], np.int32)
     new = functools.partial(Continuation, plain, ids[-8:])
   shown = [new() for _ in range(request.samples)]

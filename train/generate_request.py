@@ -17,7 +17,8 @@ USAGE = """python -m train generate --checkpoint DIR --prompt TEXT [--NAME VALUE
 --checkpoint      folder of a run, a step of one, or a released checkpoint
 --prompt          text to write on from; with --chat a user message, or a chat: NAME.json, or JSON
                   itself, a list of messages or a record as data/chat/record.py has them
---chat            the answer of a model that was trained on chats
+--chat            the answer of a model that was trained on chats; on a terminal without --prompt
+                  a chat that goes on line by line
 --effort          of its reasoning, 1 to 100; left out, it answers without, unless the chat says so
 --step            which checkpoint of the run; the newest where it is left out
 --data            folder of prepared data with the tokenizer; the run's where it is left out
@@ -44,8 +45,10 @@ CACHES = {"packed": True, "plain": False}
 
 class Request(NamedTuple):
   checkpoint: str
-  prompt: str
+  prompt: str | None  # None: a chat on the terminal
+  is_chat: bool
   chat: Chat | None  # what the prompt means with --chat
+  effort: int | None
   data: str | None
   packed: bool
   mesh: MeshConfig
@@ -56,13 +59,20 @@ class Request(NamedTuple):
   sampling: Sampling
 
 
-def parse(argv: Sequence[str]) -> Request:
-  """The command line. Raises UsageError with every problem."""
+def parse(argv: Sequence[str], *, terminal: bool = False) -> Request:
+  """The command line. Raises UsageError with every problem.
+
+  Args:
+    argv: without the program and the verb.
+    terminal: whether somebody can type; then --chat needs no prompt.
+  """
   found = settings.split(argv, (*TEXTS, *NUMBERS), switches=("--exact", "--chat"))
   values, problems = dict(found.values), list(found.problems)
   refused = "is not an argument: a checkpoint brings its configuration."
   problems += [f"--config.{key} {refused}" for key in found.overrides]
-  problems += [f"{name} is missing." for name in ("--checkpoint", "--prompt") if name not in values]
+  is_chat = "--chat" in found.flags
+  needed = ("--checkpoint",) if is_chat and terminal else ("--checkpoint", "--prompt")
+  problems += [f"{name} is missing." for name in needed if name not in values]
   for name in ("--checkpoint", "--data"):
     problems += [p for p in (url_problem(name, values.get(name, "")),) if p]
   cache = values.get("--cache", "packed")
@@ -72,19 +82,21 @@ def parse(argv: Sequence[str]) -> Request:
   mesh, problem = _mesh_config(values.get("--mesh"))
   problems += [problem] if problem else []
   chat = None
-  if "--chat" in found.flags and "--prompt" in values:
+  if is_chat and "--prompt" in values:
     try:
       chat = read_chat(values["--prompt"], number["--effort"])
     except UsageError as error:
       problems += error.problems
-  elif "--effort" in values and "--chat" not in found.flags:
+  elif "--effort" in values and not is_chat:
     problems.append("--effort is of an answer in a chat: it needs --chat.")
   if problems:
     raise UsageError(problems)
   return Request(
     checkpoint=values["--checkpoint"],
-    prompt=values["--prompt"],
+    prompt=values.get("--prompt"),
+    is_chat=is_chat,
     chat=chat,
+    effort=number["--effort"],
     data=values.get("--data"),
     packed=CACHES[cache],
     mesh=mesh,

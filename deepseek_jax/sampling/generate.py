@@ -3,9 +3,10 @@
 Legend: B sequences, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from deepseek_jax.sampling.choose_token import choose_token
@@ -46,14 +47,42 @@ def generate(
   number_B = np.arange(len(prompts)) if numbers is None else np.asarray(numbers)
   cache = sampler.new_cache(len(prompts), int(length_B.max()) + max_new_tokens)
   cache, logits_BV = sampler.prefill(cache, prompts, exact=exact)
-  active_B = np.ones(len(prompts), bool)
+
+  def step(tokens_B: np.ndarray, active_B: np.ndarray) -> jax.Array:
+    nonlocal cache
+    cache, logits_BV = sampler.step(cache, tokens_B, active_B)
+    return logits_BV
+
+  behind = Behind(logits_BV, length_B, number_B)
+  yield from go_on(step, behind, sampling, max_new_tokens=max_new_tokens, end=end, vocab=vocab)
+
+
+class Behind(NamedTuple):
+  """Where texts go on."""
+
+  logits_BV: jax.Array  # float32, of their last tokens
+  length_B: np.ndarray  # tokens so far
+  number_B: np.ndarray  # of the texts, for their random numbers
+
+
+def go_on(
+  step: Callable[[np.ndarray, np.ndarray], jax.Array],
+  behind: Behind,
+  sampling: Sampling,
+  *,
+  max_new_tokens: int,
+  end: int | None = None,
+  vocab: int | None = None,
+) -> Iterator[list[int | None]]:
+  """As `generate`, with a step that appends tokens [B] to active texts [B] and returns logits."""
+  active_B, logits_BV = np.ones(len(behind.length_B), bool), behind.logits_BV
   for count in range(max_new_tokens):
     tokens_B = np.asarray(
       choose_token(
         logits_BV[:, :vocab],
         sampling.seed,
-        number_B,
-        length_B + count,
+        behind.number_B,
+        behind.length_B + count,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
       )
@@ -62,4 +91,4 @@ def generate(
     active_B = active_B & (tokens_B != end)
     if not active_B.any() or count == max_new_tokens - 1:
       return
-    cache, logits_BV = sampler.step(cache, tokens_B, active_B)
+    logits_BV = step(tokens_B, active_B)

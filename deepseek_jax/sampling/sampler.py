@@ -21,6 +21,10 @@ from deepseek_jax.sampling.memory import take
 from deepseek_jax.sampling.prefill import Tail, empty_tail, enter, push
 from deepseek_jax.types import ModelOutput
 
+# Kernels of the indexer take so many entries at a time: where the last tile is not full, every step
+# would copy all keys to fill it. Caches of few tokens are as long as they need to be.
+_TILE, _LONG = 128, 2048
+
 
 class Sampler:
   """Prefill and decode for one set of weights. Caches that go in are consumed.
@@ -48,8 +52,9 @@ class Sampler:
     self.programs = Programs(CachedModel(self.cfg, packed=packed))
 
   def new_cache(self, rows: int, tokens: int) -> Cache:
-    """An empty cache for sequences of up to so many tokens."""
+    """An empty cache for sequences of up to so many tokens, or a few more."""
     step = int(np.lcm.reduce(self.cfg.ratios)) if self.cfg.ratios else 1
+    step *= _TILE if tokens > _LONG else 1
     return empty_cache(self.cfg, rows=rows, capacity=-(-tokens // step) * step, packed=self.packed)
 
   def prefill(

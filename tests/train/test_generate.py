@@ -8,16 +8,20 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from data.chat.markup import Mark
+from data.chat.render import as_text
 from data.chat.tokens import chat_tokenizer
 from data.prepare.run import PrepareRequest, prepare
 from data.prepare.tokenizer import CHAT_TOKENS
 from deepseek_jax.checkpoint import Checkpoints
 from deepseek_jax.model import Model
+from deepseek_jax.sampling.session import Session
 from tests.train.conftest import ROOT, SLOTS, VOCAB
 from train import generate, settings
 from train.__main__ import main
 from train.batches import empty_row
-from train.chat_prompt import REASONING
+from train.chat_prompt import ANSWER, REASONING
+from train.chat_talk import talk
 from train.errors import Exit
 
 
@@ -228,3 +232,29 @@ def test_another_tokenizer_than_that_of_training_is_refused(trained, prepared, c
   words = ["--checkpoint", str(trained), "--prompt=a", "--data", str(prepared.folder)]
   assert main(["generate", *words]) == Exit.USAGE
   assert "was trained with another tokenizer than that in" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_chat_on_the_terminal_goes_on_behind_its_answers(loaded):
+  """Random weights give no whole answer, so the answers are given; the session is real."""
+  encoder = chat_tokenizer(loaded.text.tokenizer)
+  asked, session = [], Session(loaded.sampler)
+  answers = [["so", Mark.THINK_END, "one", Mark.EOS], ["broken"], ["", Mark.THINK_END, Mark.EOS]]
+
+  def answered(step, behind):
+    asked.append(as_text(encoder.decode(session._held)))
+    for token in encoder.encode(answers[len(asked) - 1]):
+      yield [int(token)]
+      assert np.isfinite(step(np.array([token]), np.ones(1, bool))).all()
+
+  lines = ["first", "second", "third"]
+  shown = "".join(talk(session, encoder, lines, answered, effort=7, room=20))
+  parts = shown.split(REASONING)
+  assert parts[1] == f"so{ANSWER}one\n" and "[forgotten]" in parts[2] and len(parts) == 4
+  mark = lambda mark, text="": mark.value + text
+  question = lambda text: mark(Mark.USER, text) + mark(Mark.ASSISTANT)
+  assert asked[0].endswith(question("first") + mark(Mark.THINK))
+  assert asked[-1].endswith(
+    question("first") + mark(Mark.THINK_END, "one") + mark(Mark.EOS)
+    + question("third") + mark(Mark.THINK)
+  )  # fmt: skip

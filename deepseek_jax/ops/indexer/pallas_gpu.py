@@ -37,7 +37,7 @@ def select(
     raise NotImplementedError("the kernel does not return scores")
   if choice.block_size & (choice.block_size - 1):
     raise NotImplementedError(f"block_size is {choice.block_size}, the kernel takes powers of two")
-  score_tile = score_tile or tiles.SCORE_TILE
+  score_tile = score_tile or tiles.score_tile(q_BQIi.shape[1])
   rows, entries, _ = keys_BNi.shape
   chosen = min(choice.top_k, entries)
   if not entries or not choice.top_k or (pool_BQW is not None and not pool_BQW.shape[2]):

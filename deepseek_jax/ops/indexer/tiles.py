@@ -75,4 +75,11 @@ class ScoreTile:
 # Measured, all 65,536 entries visible: 495 TFLOP/s; 3 stages 478, 4 stages 451, 64 x 256 keys 396,
 # 128 x 128 364, 128 x 64 398, 128 x 256 280.
 SCORE_TILE = ScoreTile(queries=64, keys=128, warps=4, stages=2)
+# A decoding step has one query: 16 are the fewest that a matrix unit takes. Not measured.
+FEW_QUERIES_TILE = ScoreTile(queries=16, keys=128, warps=4, stages=2)
 MEMBER_TILE = ScoreTile(queries=1, keys=128, warps=4, stages=3)
+
+
+def score_tile(queries: int) -> ScoreTile:
+  """For so many queries of each row."""
+  return FEW_QUERIES_TILE if queries <= FEW_QUERIES_TILE.queries else SCORE_TILE
