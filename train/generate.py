@@ -137,15 +137,15 @@ def converse(trained: Trained, request: Request) -> Iterator[str]:
 
 def write(trained: Trained, request: Request) -> Iterator[str]:
   """Pieces of text: of one sample as they come, of several one text after the other."""
-  prepared, plain, encoder = trained.text.prepared, trained.text.plain, trained.encoder
+  prepared, tokenizer, encoder = trained.text.prepared, trained.text.tokenizer, trained.encoder
   if request.chat is not None and encoder is not None:
     thinking, end = request.chat.effort is not None, encoder.ids[Mark.EOS]
     prompt = chat_tokens(encoder, request.chat)
     new: Callable[[], Shown] = functools.partial(Answer, encoder, thinking=thinking)
   else:
-    ids, end = plain.encode(request.prompt or "", add_special_tokens=False).ids, prepared.eos
+    ids, end = tokenizer.encode(request.prompt or "", add_special_tokens=False).ids, prepared.eos
     prompt = np.array([prepared.bos, *ids], np.int32)
-    new = functools.partial(Continuation, plain, ids[-8:])
+    new = functools.partial(Continuation, tokenizer, ids[-8:])
   shown = [new() for _ in range(request.samples)]
   steps = generate(
     trained.sampler,

@@ -1,14 +1,14 @@
 """The command line of `generate`."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from data.chat.messages import Chat
 from deepseek_jax.sampling.generate import Sampling
-from deepseek_jax.sharding import MESH_AXES
 from deepseek_jax.storage_path import url_problem
 from deepseek_jax.training_config import MeshConfig
-from train import keys, settings
+from train import settings
+from train.arguments import Numbers, read_mesh, read_numbers
 from train.chat_prompt import read_chat
 from train.errors import UsageError
 
@@ -31,7 +31,7 @@ USAGE = """python -m train generate --checkpoint DIR --prompt TEXT [--NAME VALUE
 --mesh            devices to spread over, as in fsdp=2,expert=4 (one device)
 --exact           every token of the prompt goes through every layer, not only the last window"""
 TEXTS = ("--checkpoint", "--prompt", "--data", "--cache", "--mesh")
-NUMBERS: dict[str, tuple[Any, str, Callable[[Any], bool]]] = {  # default, what is accepted
+NUMBERS: Numbers = {
   "--step": (None, "at least 0", lambda n: n >= 0),
   "--max-new-tokens": (128, "at least 1", lambda n: n >= 1),
   "--samples": (1, "at least 1", lambda n: n >= 1),
@@ -78,13 +78,13 @@ def parse(argv: Sequence[str], *, terminal: bool = False) -> Request:
   cache = values.get("--cache", "packed")
   if cache not in CACHES:
     problems.append(f"--cache is {cache!r}, accepted are {' and '.join(CACHES)}.")
-  number = _numbers(values, problems)
-  mesh, problem = _mesh_config(values.get("--mesh"))
-  problems += [problem] if problem else []
+  number, wrong = read_numbers(values, NUMBERS)
+  mesh, unknown = read_mesh(values.get("--mesh"))
+  problems += wrong + unknown
   chat = None
   if is_chat and "--prompt" in values:
     try:
-      chat = read_chat(values["--prompt"], number["--effort"])
+      chat = read_chat(values["--prompt"], None if wrong else number["--effort"])
     except UsageError as error:
       problems += error.problems
   elif "--effort" in values and not is_chat:
@@ -106,32 +106,3 @@ def parse(argv: Sequence[str], *, terminal: bool = False) -> Request:
     samples=number["--samples"],
     sampling=Sampling(number["--temperature"], number["--top-p"], number["--seed"]),
   )
-
-
-def _mesh_config(text: str | None) -> tuple[MeshConfig, str | None]:
-  """What --mesh says, or what is wrong with it."""
-  pairs = [pair.partition("=") for pair in text.split(",")] if text else []
-  sizes = {axis: int(size) if size.isdecimal() else 0 for axis, _, size in pairs}
-  if set(sizes) <= set(MESH_AXES) and all(sizes.values()):
-    return MeshConfig(**sizes), None
-  axes = ", ".join(MESH_AXES)
-  return MeshConfig(), f"--mesh is {text}, accepted are AXIS=DEVICES,... with the axes {axes}."
-
-
-def _numbers(values: dict[str, str], problems: list[str]) -> dict[str, Any]:
-  """The arguments that are numbers, by name; what is wrong with them goes into `problems`."""
-  number: dict[str, Any] = {name: default for name, (default, _, _) in NUMBERS.items()}
-  for name, (default, accepted, accepts) in NUMBERS.items():
-    if name not in values:
-      continue
-    kind = float if isinstance(default, float) else int
-    try:
-      given = keys.convert(kind, keys.from_text(kind, values[name]))
-    except TypeError as error:
-      problems.append(f"{name} {error}.")
-      continue
-    if accepts(given):
-      number[name] = given
-    else:
-      problems.append(f"{name} must be {accepted}, got {given}.")
-  return number

@@ -50,6 +50,13 @@ def restore_step(
   return _read(folder, abstract_items)
 
 
+def read_document(step_folder: StoragePath, name: str) -> dict[str, Any]:
+  """One of the DOCUMENTS of a step. Raises CheckpointError where it cannot be read."""
+  if isinstance(step_folder, RemotePath):
+    return remote_storage.read_document(step_folder, name)
+  return storage.read_document(step_folder, name)
+
+
 def _log(sentence: str) -> None:
   logging.getLogger(__name__).warning(sentence)
 
@@ -264,10 +271,9 @@ class Checkpoints:
 def _read(folder: StoragePath, abstract_items: dict[str, Any]) -> Restored:
   if isinstance(folder, RemotePath):
     items = remote_storage.read_items(folder, abstract_items)
-    data, meta = (remote_storage.read_document(folder, name) for name in DOCUMENTS)
   else:
     items = storage.read_items(folder, abstract_items)
-    data, meta = (storage.read_document(folder, name) for name in DOCUMENTS)
+  data, meta = (read_document(folder, name) for name in DOCUMENTS)
   return Restored(step=meta["step"], items=items, data=data, meta=meta)
 
 
