@@ -16,8 +16,8 @@ from data.prepare.tokenizer import CHAT_TOKENS
 from deepseek_jax.checkpoint import Checkpoints
 from deepseek_jax.model import Model
 from deepseek_jax.sampling.session import Session
-from tests.train.conftest import ROOT, SLOTS, VOCAB
-from train import generate, settings
+from tests.train.conftest import REFERENCE, ROOT, SLOTS, VOCAB
+from train import convert, generate, settings
 from train.__main__ import main
 from train.batches import empty_row
 from train.chat_prompt import ANSWER, REASONING
@@ -204,26 +204,44 @@ def test_an_answer_of_a_chat_is_reasoning_and_then_text(loaded, trained, capsys)
   assert shown.splitlines()[-1].startswith("[not a whole answer: expected </think>")
 
 
-def test_a_released_checkpoint_and_a_tokenizer_without_marks(converted, prepared, capsys):
-  """Everything that is wrong is said at once; marks that are missing have names."""
-  case = str(converted / "case")
-  words = ["--checkpoint", case, "--prompt=a", f"--data={prepared.folder}"]
-  assert main(["generate", *words, "--chat", "--mesh=fsdp=16"]) == Exit.USAGE
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory):
+  """The run's checkpoint as a release has it."""
+  folder = tmp_path_factory.mktemp("exported") / "released"
+  words = ["--checkpoint", str(trained), "--output", str(folder)]
+  assert convert.main([*words, "--format", "released", "--dtype", "bfloat16"]) == Exit.DONE
+  return folder
+
+
+def test_a_released_checkpoint_needs_a_tokenizer_that_fits_it(prepared, tmp_path, capsys):
+  """Everything that is wrong is said at once."""
+  for name in ("config.json", "weights.safetensors"):
+    shutil.copy(REFERENCE / "quantized_model" / name, tmp_path)
+  words = ["--checkpoint", str(tmp_path), "--prompt=a"]
+  assert main(["generate", *words, "--mesh=fsdp=16"]) == Exit.USAGE
   error = capsys.readouterr().err
   assert "--mesh needs 16 devices, there are 8." in error
-  assert f"lacks tokens of the chat format: {', '.join(CHAT_TOKENS)};" in error
-  assert main(["generate", "--checkpoint", case, "--prompt=a"]) == Exit.USAGE
-  assert "names no data: --data must name the tokenizer's." in capsys.readouterr().err
+  assert "names no data: --data must name the tokenizer's." in error
+  assert main(["generate", *words, f"--data={prepared.folder}"]) == Exit.USAGE
+  assert "has 300 tokens, the model's vocabulary 64." in capsys.readouterr().err
   assert main(["generate", *words, "--step=3"]) == Exit.USAGE
   assert "--step is 3, but --checkpoint" in capsys.readouterr().err
 
 
+def test_a_tokenizer_without_marks_is_told_which_it_lacks(exported, prepared, capsys):
+  words = ["--checkpoint", str(exported), "--prompt=a", f"--data={prepared.folder}"]
+  assert main(["generate", *words, "--chat"]) == Exit.USAGE
+  names = ", ".join(CHAT_TOKENS)
+  assert f"lacks tokens of the chat format: {names};" in capsys.readouterr().err
+
+
 @pytest.mark.slow
-def test_a_released_checkpoint_writes_what_the_run_made_of_it_writes(converted, prepared):
+def test_a_released_checkpoint_writes_what_the_run_made_of_it_writes(exported, text_data, tmp_path):
+  words = ["--checkpoint", str(exported), "--output", str(tmp_path / "run")]
+  assert convert.main([*words, "--format", "checkpoint"]) == Exit.DONE
   texts = []
-  for name in ("case", "run"):
-    words = "--data", str(prepared.folder), "--cache=plain"
-    asked = request(converted / name, *words)
+  for folder in (exported, tmp_path / "run"):
+    asked = request(folder, "--data", str(text_data.folder), "--temperature=0")
     texts.append("".join(generate.write(generate.load(asked), asked)))
   assert texts[0] == texts[1] and len(texts[0]) > 3
 
