@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from configs.schema import Settings
-from deepseek_jax.checkpoint import CheckpointError
+from deepseek_jax.checkpoint import CheckpointError, read_document
 from deepseek_jax.checkpoint.names import named_leaves, to_nested
 from deepseek_jax.checkpoint.released import COLLECTIONS, list_problems, read_part
 from deepseek_jax.checkpoint.released_export import Arrays, owners_of_tensors, shape_problems
@@ -23,14 +23,15 @@ from deepseek_jax.config import ModelConfig
 from deepseek_jax.storage_path import StoragePath, is_remote
 from train.errors import UsageError
 from train.import_released import check_hashes, model_shardings
-from train.stored_step import find_step
+from train.stages import resolve, stage_of
+from train.stored_step import StoredStep, find_step
 
 
 class StoredModel(NamedTuple):
   cfg: ModelConfig  # scan_layers=False
   read: Callable[[Parameter, Any], np.ndarray]  # part of a parameter of `cfg`, float32
   path: StoragePath  # of the step, or of the released folder
-  settings: Settings | None  # of the run, for a checkpoint of ours
+  settings: Settings | None  # of the run at this step, for a checkpoint of ours
 
   def variables(
     self, mesh: Mesh, dtype_of: Callable[[str], Any] = lambda path: np.float32
@@ -73,13 +74,20 @@ def open_model(name: str, text: str, number: int | None = None) -> StoredModel:
         raise UsageError([f"--step is {number}, but {name} {text} is no folder of a run."])
       return StoredModel(cfg, functools.partial(read_part, released.tensors), path, None)
     step = find_step(name, text, number=number)
-    arrays, cfg = open_items(step.path), step.settings.model
+    settings = _settings_at(step)
+    arrays, cfg = open_items(step.path), settings.model
     if problems := shape_problems(arrays, cfg):
       raise CheckpointError(f"{step.path} does not fit its config.json: {list_problems(problems)}")
   except CheckpointError as error:
     raise UsageError([str(error)]) from None
   unrolled = dataclasses.replace(cfg, scan_layers=False)
-  return StoredModel(unrolled, _reader(arrays, cfg), step.path, step.settings)
+  return StoredModel(unrolled, _reader(arrays, cfg), step.path, settings)
+
+
+def _settings_at(step: StoredStep) -> Settings:
+  """Those of the stage that took the step: what the weights were last trained with."""
+  stages, number = resolve(step.settings), read_document(step.path, "meta")["step"]
+  return stage_of(stages, min(max(1, number), stages[-1].last_step)).settings
 
 
 def _reader(arrays: Arrays, cfg: ModelConfig) -> Callable[[Parameter, Any], np.ndarray]:

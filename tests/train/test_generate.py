@@ -23,6 +23,7 @@ from train.batches import empty_row
 from train.chat_prompt import ANSWER, REASONING
 from train.chat_talk import talk
 from train.errors import Exit
+from train.stored_model import open_model
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +184,17 @@ def widen(folder):
 
 def shrink(folder):
   change_model(folder, vocab=64)
+
+
+@pytest.mark.parametrize(("begins", "rounds"), [(256, True), (2000, False)])
+def test_a_model_computes_as_in_the_stage_that_took_its_step(begins, rounds, trained, tmp_path):
+  """Steps are of 256 tokens, the checkpoint is that of step 7."""
+  folder = shutil.copytree(trained, tmp_path / "run")
+  config = json.loads((folder / "config.json").read_text())
+  changes = {"model.numerics.main_fp4": True}
+  config["stages"] = [{"name": "served", "tokens": begins, "changes": changes}]
+  (folder / "config.json").write_text(json.dumps(config))
+  assert open_model("--checkpoint", str(folder)).cfg.numerics.main_fp4 is rounds
 
 
 def test_text_that_spells_a_special_token_stays_text(loaded):
