@@ -159,27 +159,31 @@ def _decode(sampler: Sampler, request: Request, tokens: int) -> dict[str, Any]:
 
 def filled(sampler: Sampler, rows: int, tokens: int, room: int) -> Cache:
   """A cache of so many tokens, whose rows are random."""
-  empty, cfg = sampler.new_cache(rows, tokens + room), sampler.cfg
-  formats, width = row_formats(cfg, packed=sampler.packed), cfg.attention.head_dim
-  keys = iter(jax.random.split(jax.random.key(1), 3 * len(empty.layers)))
+  cfg, formats = sampler.cfg, row_formats(sampler.cfg, packed=sampler.packed)
+  width, index_width = cfg.attention.head_dim, cfg.indexer.head_dim
 
-  def drawn(form: RowFormat, width: int, old: Stored | None) -> Stored | None:
-    if old is None:
-      return None
-    shape = (*old[0].shape[:2], width)
-    return jax.jit(lambda key: form.write(jax.random.normal(key, shape)))(next(keys))
+  def fill(key: jax.Array) -> Cache:
+    empty = sampler.new_cache(rows, tokens + room)
+    keys = iter(jax.random.split(key, 3 * len(empty.layers)))
 
-  layers = tuple(
-    memory._replace(
-      window=drawn(formats.window, width, memory.window),
-      entries=drawn(formats.main, width, memory.entries),
-      keys=drawn(formats.index, cfg.indexer.head_dim, memory.keys),
+    def drawn(form: RowFormat, width: int, old: Stored | None) -> Stored | None:
+      if old is None:
+        return None
+      shape = (*old[0].shape[:2], width)
+      return form.write(jax.random.normal(next(keys), shape, cfg.numerics.compute_dtype))
+
+    layers = tuple(
+      memory._replace(
+        window=drawn(formats.window, width, memory.window),
+        entries=drawn(formats.main, width, memory.entries),
+        keys=drawn(formats.index, index_width, memory.keys),
+      )
+      for memory in empty.layers
     )
-    for memory in empty.layers
-  )
-  return empty._replace(
-    layers=layers, position=empty.position + tokens, recent=jnp.zeros_like(empty.recent)
-  )
+    recent = jnp.zeros_like(empty.recent)
+    return empty._replace(layers=layers, position=empty.position + tokens, recent=recent)
+
+  return jax.jit(fill)(jax.random.key(1, impl="rbg"))
 
 
 def _say(what: str, seconds: list[float]) -> None:
