@@ -205,6 +205,7 @@ def test_text_that_spells_a_special_token_stays_text(loaded):
 CHAT = "--chat", '--prompt=[{"role": "user", "content": "router"}]', "--effort=20"
 
 
+@pytest.mark.slow
 def test_an_answer_of_a_chat_is_reasoning_and_then_text(loaded, trained, capsys):
   """Random weights end neither; that is said, and what there is is shown."""
   asked = request(trained, *CHAT)
