@@ -1,5 +1,6 @@
 """`python -m train generate`: writes on from a prompt with the weights of a checkpoint."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -47,8 +48,9 @@ def main(argv: Sequence[str]) -> int:
     return Exit.DONE
   request = parse(argv, terminal=sys.stdin is not None and sys.stdin.isatty())
   trained = load(request)
-  with jax.set_mesh(trained.mesh):
-    for piece in converse(trained, request) if request.prompt is None else write(trained, request):
+  pieces = converse if request.prompt is None else write
+  with jax.set_mesh(trained.mesh), contextlib.suppress(KeyboardInterrupt):
+    for piece in pieces(trained, request):
       print(piece, end="", flush=True)
   print()
   return Exit.DONE

@@ -89,6 +89,8 @@ def parse(argv: Sequence[str], *, terminal: bool = False) -> Request:
       problems += error.problems
   elif "--effort" in values and not is_chat:
     problems.append("--effort is of an answer in a chat: it needs --chat.")
+  elif is_chat and terminal and number["--samples"] != 1:
+    problems.append(f"--samples is {number['--samples']}, but a chat on the terminal is one text.")
   if problems:
     raise UsageError(problems)
   return Request(

@@ -11,6 +11,7 @@ from data.chat.parse import ChatError
 from data.chat.render import as_text, render
 from data.chat.tokens import chat_tokenizer
 from data.prepare.tokenizer import train_tokenizer
+from train import generate_request
 from train.chat_prompt import Answer, chat_tokens, read_chat
 from train.errors import UsageError
 
@@ -100,3 +101,15 @@ def test_an_answer_that_breaks_off_says_so(encoder):
   with pytest.raises(ChatError):
     answer.message()
   assert answer.end() == "\n[not a whole answer: expected </think>, got the end]"
+
+
+def test_on_a_terminal_a_chat_needs_no_prompt():
+  words = ["--checkpoint=d", "--chat", "--effort=9"]
+  asked = generate_request.parse(words, terminal=True)
+  assert asked.prompt is None and asked.is_chat and asked.effort == 9
+  for terminal, more, sentence in (
+    (False, [], "--prompt is missing."),
+    (True, ["--samples=2"], "--samples is 2, but a chat on the terminal is one text."),
+  ):
+    with pytest.raises(UsageError, match=sentence):
+      generate_request.parse([*words, *more], terminal=terminal)
