@@ -48,7 +48,7 @@ class Sampler:
     chunk: int = 2048,
   ) -> None:
     self.cfg, self.packed, self.chunk = decoding_config(cfg, packed=packed), packed, chunk
-    self.variables, self._hashing = variables, hashing
+    self._variables, self._hashing = variables, hashing
     self.programs = Programs(CachedModel(self.cfg, packed=packed))
 
   def new_cache(self, rows: int, tokens: int) -> Cache:
@@ -114,11 +114,11 @@ class Sampler:
         arguments = tokens_BC, self.engram_rows(recent_BG, tokens_BC), count_B
         recent_BG = _recent(recent_BG, tokens_BC, count_B)
         if exact:
-          cache, new_BV = self.programs.extend(self.variables, cache, *arguments, write=write)
+          cache, new_BV = self.programs.extend(self._variables, cache, *arguments, write=write)
           last_BV = jnp.where(count_B[:, None] > 0, new_BV, last_BV)
         else:
-          cache, tail = self.programs.push(self.variables, cache, tail, *arguments, write=write)
-    return (cache, last_BV) if exact else self.programs.enter(self.variables, cache, tail)
+          cache, tail = self.programs.push(self._variables, cache, tail, *arguments, write=write)
+    return (cache, last_BV) if exact else self.programs.enter(self._variables, cache, tail)
 
   def step(self, cache: Cache, tokens_B: np.ndarray, active_B: np.ndarray):
     """Appends a token to each active sequence: the cache (consumed), and logits [B, V] float32.
@@ -128,7 +128,7 @@ class Sampler:
     tokens_B1, count_B = np.asarray(tokens_B, np.int32)[:, None], np.asarray(active_B, np.int32)
     _check_room(self.cfg, cache, count_B)
     rows = self.engram_rows(np.asarray(cache.recent), tokens_B1)
-    return self.programs.extend(self.variables, cache, tokens_B1, rows, count_B, write=True)
+    return self.programs.extend(self._variables, cache, tokens_B1, rows, count_B, write=True)
 
   def engram_rows(self, recent_BG: np.ndarray, tokens_BC: np.ndarray) -> np.ndarray:
     """int32 [B, C, L, R] rows that the tokens read behind the last ones before them."""

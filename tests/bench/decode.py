@@ -82,7 +82,7 @@ def run(settings: Settings, request: Request) -> dict[str, Any]:
   weights = jax.block_until_ready(random_weights(settings))
   sampler = Sampler(settings.model, weights, hashing_of(settings))
   prefill = [_prefill(sampler, request.rows, tokens) for tokens in request.prompts]
-  decode = [_decode(sampler, request, tokens) for tokens in request.contexts]
+  decode = [_decode(sampler, weights, request, tokens) for tokens in request.contexts]
   growth = lambda name: decode[-1][name] / decode[0][name]
   return {
     "device": jax.devices()[0].device_kind,
@@ -135,7 +135,7 @@ def _prefill(sampler: Sampler, rows: int, tokens: int) -> dict[str, Any]:
   return {"tokens": tokens} | {name: min(seconds[1:]) for name, seconds in taken.items()}
 
 
-def _decode(sampler: Sampler, request: Request, tokens: int) -> dict[str, Any]:
+def _decode(sampler: Sampler, weights: Any, request: Request, tokens: int) -> dict[str, Any]:
   rows, steps, vocab = request.rows, request.steps, sampler.cfg.vocab
   cache = filled(sampler, rows, tokens, room=2 * steps + 2)
   active, number, position = np.ones(rows, bool), np.arange(rows), np.full(rows, tokens)
@@ -150,7 +150,7 @@ def _decode(sampler: Sampler, request: Request, tokens: int) -> dict[str, Any]:
   hashed = sampler.engram_rows(np.asarray(cache.recent), one_B1)
   began = time.perf_counter()
   for _ in range(steps):
-    cache, logits_BV = sampler.programs.extend(sampler.variables, cache, one_B1, hashed, ones)
+    cache, logits_BV = sampler.programs.extend(weights, cache, one_B1, hashed, ones)
   jax.block_until_ready(logits_BV)
   queued = (time.perf_counter() - began) / steps
   p50 = statistics.median(seconds[1:])
