@@ -11,15 +11,7 @@ import numpy as np
 from deepseek_jax.checkpoint.errors import CheckpointError
 from deepseek_jax.checkpoint.released import list_problems, released_problems, tensor_problems
 from deepseek_jax.checkpoint.released_config import read_config, released_config
-from deepseek_jax.checkpoint.released_parts import (
-  DRAFTER,
-  NOT_BACKBONE,
-  VISION,
-  DrafterSizes,
-  VisionSizes,
-  drafter_tensors,
-  vision_tensors,
-)
+from deepseek_jax.checkpoint.released_parts import PARTS, part_tensors
 from deepseek_jax.checkpoint.safetensors_file import StoredTensor, read_headers
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.ngram import NgramHash
@@ -32,7 +24,7 @@ class ReleasedFolder(NamedTuple):
   values: dict[str, Any]  # config.json
   cfg: ModelConfig
   tensors: dict[str, StoredTensor]  # those of the backbone and the Engram tables
-  skipped: dict[str, int]  # tensors of parts that we do not hold: "vision", "drafter"
+  parts: dict[str, dict[str, StoredTensor]]  # those that we do not hold: "vision", "drafter"
 
 
 def is_released(path: pathlib.Path) -> bool:
@@ -64,14 +56,19 @@ def open_released(path: pathlib.Path) -> ReleasedFolder:
     raise CheckpointError(f"{path / 'config.json'}: {type(error).__name__}: {error}.") from None
   if problems:
     raise CheckpointError(f"{path} does not fit its config.json: {list_problems(problems)}")
-  beginnings = {"vision": VISION, "drafter": DRAFTER}
-  counts = {part: sum(n.startswith(names) for n in tensors) for part, names in beginnings.items()}
-  skipped = {part: count for part, count in counts.items() if count}
-  return ReleasedFolder(path, values, cfg, _backbone(tensors), skipped)
+  own, parts = _split(tensors)
+  return ReleasedFolder(path, values, cfg, own, parts)
 
 
-def _backbone(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-  return {name: at for name, at in tensors.items() if not name.startswith(NOT_BACKBONE)}
+def _split(
+  tensors: dict[str, StoredTensor],
+) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StoredTensor]]]:
+  """Those of the backbone, and those of each other part that there is."""
+  own, parts = dict(tensors), {}
+  for part, names in PARTS.items():
+    if found := {name: own.pop(name) for name in tensors if name.startswith(names)}:
+      parts[part] = found
+  return own, parts
 
 
 def read_all_headers(path: pathlib.Path) -> dict[str, StoredTensor]:
@@ -122,15 +119,10 @@ def _problems(
   tensors: dict[str, StoredTensor], values: dict[str, Any], cfg: ModelConfig
 ) -> Iterator[str]:
   """Of all parts; those that we do not hold are checked by name and shape."""
-  own = _backbone(tensors)
+  own, _ = _split(tensors)
   yield from released_problems(own, cfg)
-  vision, drafter = VisionSizes.from_config(values), DrafterSizes.from_config(values)
-  others = [
-    *(vision_tensors(vision, cfg) if vision else ()),
-    *(drafter_tensors(drafter, cfg) if drafter else ()),
-  ]
   unused = set(tensors) - set(own)
-  for tensor in others:
+  for tensor in part_tensors(values, cfg):
     yield from tensor_problems(tensors, tensor)
     unused -= {tensor.name, tensor.scale_name}
   yield from (f"unused tensor {name}" for name in sorted(unused))
