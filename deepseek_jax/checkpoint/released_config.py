@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from deepseek_jax.checkpoint.safetensors_file import unique_keys
 from deepseek_jax.config import (
   AttentionConfig,
   EngramConfig,
@@ -95,10 +96,10 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
   """config.json of a folder. Raises ValueError where it is missing or no JSON object."""
   path = folder / "config.json"
   try:
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
   except OSError as error:
     raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f"{path} is no JSON: {error}.") from None
   if not isinstance(values, dict):
     raise ValueError(f"{path} holds no JSON object.")

@@ -105,7 +105,10 @@ def write_shard(
       blocks = _blocks(opened[1], parameter, tensor, number)
       yield from _encoded(blocks, tensor, stored, rounding)
 
-  write_safetensors(folder / shard.file, shard.entries, pieces())
+  try:
+    write_safetensors(folder / shard.file, shard.entries, pieces())
+  except ValueError as error:  # a carried file that changed since its header was read
+    raise CheckpointError(str(error)) from None
   return roundings
 
 

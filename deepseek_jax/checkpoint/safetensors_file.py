@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -69,6 +69,8 @@ def read_headers(path: pathlib.Path) -> dict[str, StoredTensor]:
 
   Raises: ValueError for a damaged file or an unknown dtype; OSError.
   """
+  if not path.is_file():  # a pipe would never end
+    raise _damaged(path, "it is no file")
   size = path.stat().st_size
   with open(path, "rb") as file:
     length = int.from_bytes(file.read(_LENGTH), "little")
@@ -76,14 +78,26 @@ def read_headers(path: pathlib.Path) -> dict[str, StoredTensor]:
       raise _damaged(path, "its header is cut off")
     text = file.read(length)
   try:
-    entries = {name: value for name, value in json.loads(text).items() if name != _METADATA}
-    found = {
-      name: (value["dtype"], tuple(map(int, value["shape"])), *map(int, value["data_offsets"]))
-      for name, value in entries.items()
-    }
-  except (ValueError, KeyError, TypeError, AttributeError):
+    entries = json.loads(text, object_pairs_hook=unique_keys)
+    found = {name: _entry(value) for name, value in entries.items() if name != _METADATA}
+  except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
     raise _damaged(path, "its header is not what the format says") from None
   return dict(_located(path, found, _LENGTH + length, size))
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """A JSON object. Raises ValueError where it has a key twice, of which Python takes the last."""
+  found = dict(pairs)
+  if len(found) < len(pairs):
+    raise ValueError("a key is there twice")
+  return found
+
+
+def _entry(value: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+  dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+  if type(dtype) is not str or any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
+    raise ValueError
+  return dtype, tuple(shape), begin, end
 
 
 def _located(path, found, data: int, size: int) -> Iterable[tuple[str, StoredTensor]]:

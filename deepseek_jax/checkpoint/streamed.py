@@ -3,6 +3,7 @@
 The step is the same on disk as one that a run saves.
 """
 
+import asyncio
 import dataclasses
 import itertools
 import math
@@ -43,16 +44,32 @@ class Unmade:
 
 
 class _MakesParts(ocp.type_handlers.ArrayHandler):
-  """Orbax's handler of arrays, which makes a part, writes it and forgets it before the next."""
+  """Orbax's handler of arrays, which makes a part, writes it and forgets it before the next.
+
+  Small parts are on their way together, for the database of an item is committed with each write.
+  """
 
   async def serialize(
     self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
   ) -> Sequence[Any]:
-    for value, info, arg in zip(values, infos, args or (), strict=True):
-      await info.await_path_creation()
-      array = await _create(value, info, arg)
-      for part in _own_parts(value, chunk_shape(array)):
-        await array[part].write(value.read(part), can_reference_source_data_indefinitely=True)
+    await asyncio.gather(*(info.await_path_creation() for info in infos))
+    arrays = await asyncio.gather(*map(_create, values, infos, args or ()))
+    writes: list[ts.WriteFutures] = []
+    size = 0
+    try:
+      for value, array in zip(values, arrays, strict=True):
+        for index in _own_parts(value, chunk_shape(array)):
+          part = value.read(index)
+          if size + part.nbytes > _CHUNK_BYTES:
+            await asyncio.gather(*writes)
+            writes, size = [], 0
+          writes.append(array[index].write(part, can_reference_source_data_indefinitely=True))
+          size += part.nbytes
+    finally:  # nothing is written any more behind an error
+      ended = await asyncio.gather(*writes, return_exceptions=True)
+    for error in ended:
+      if isinstance(error, BaseException):
+        raise error
     return []
 
 

@@ -150,9 +150,10 @@ def test_a_run_that_starts_from_an_import_still_needs_them(imported, tmp_path):
   assert origin.parts_behind(folder) == {"vision": 24, "drafter": 48}
 
 
-def test_a_release_that_lacks_a_part_is_refused(imported, tmp_path):
-  assert refusal(imported, tmp_path / "out", "--carry-from", CASE) == (
-    f"--carry-from {CASE} has none and not 24 tensors of vision and 48 tensors of drafter."
+def test_a_release_that_lacks_a_part_is_refused(imported, converted, tmp_path):
+  case = converted / "case"
+  assert refusal(imported, tmp_path / "out", "--carry-from", case) == (
+    f"--carry-from {case} has none and not 24 tensors of vision and 48 tensors of drafter."
   )
   nowhere = f"--carry-from {tmp_path} is no released checkpoint."
   assert refusal(imported, tmp_path / "out", "--carry-from", tmp_path) == nowhere

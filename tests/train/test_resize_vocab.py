@@ -18,14 +18,14 @@ CASE = pathlib.Path(__file__).resolve().parents[1] / "reference" / "quantized_mo
 VOCAB = 64
 
 
-def resized(output, *more, source=CASE):
+def resized(source, output, *more):
   words = ["--checkpoint", str(source), "--output", str(output), "--format", "checkpoint"]
   return convert.main([*words, *map(str, more)])
 
 
-def problems(*arguments, **options):
+def problems(*arguments):
   with pytest.raises(UsageError) as error:
-    resized(*arguments, **options)
+    resized(*arguments)
   return list(error.value.problems)
 
 
@@ -49,7 +49,7 @@ def test_new_rows_are_the_mean_of_the_old_ones_and_all_else_is_as_it_was(
   converted, tokenizer, tmp_path, capsys
 ):
   more = ("--resize-vocab", 70, "--tokenizer", tokenizer, "--config.mesh.expert=2")
-  assert resized(tmp_path / "run", *more, "--config.mesh.fsdp=4") == Exit.DONE
+  assert resized(converted / "case", tmp_path / "run", *more, "--config.mesh.fsdp=4") == Exit.DONE
   assert "6 new rows of embedding and head are the mean of the others." in capsys.readouterr().out
   assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["vocab"] == 70
   source = read_safetensors(CASE / "weights.safetensors")
@@ -67,41 +67,45 @@ def test_new_rows_are_the_mean_of_the_old_ones_and_all_else_is_as_it_was(
 
 @pytest.mark.slow
 def test_a_smaller_vocabulary_drops_the_last_rows(converted, tmp_path, capsys):
-  assert resized(tmp_path / "run", "--resize-vocab", 60) == Exit.DONE
+  assert resized(converted / "case", tmp_path / "run", "--resize-vocab", 60) == Exit.DONE
   assert "The last 4 rows of embedding and head are dropped." in capsys.readouterr().out
   embed = open_items(tmp_path / "run" / "checkpoints" / "0")["params"]["embed"].read().result()
   before = open_items(converted / "run" / "checkpoints" / "0")["params"]["embed"]
   np.testing.assert_array_equal(embed, before[:60].read().result())
 
 
-def test_without_the_request_another_vocabulary_is_refused_with_the_name_of_the_option(tmp_path):
-  assert problems(tmp_path / "run", "--config.model.vocab=70") == [
+def test_without_the_request_another_vocabulary_is_refused_with_the_name_of_the_option(
+  converted, tmp_path
+):
+  assert problems(converted / "case", tmp_path / "run", "--config.model.vocab=70") == [
     "The released vocabulary has 64 tokens; --resize-vocab 70 changes embedding and head, "
     "--config.model.vocab does not."
   ]
   assert not list(tmp_path.glob("run*"))
 
 
-def test_a_tokenizer_that_does_not_fit_is_refused_with_every_reason(tmp_path, tokenizer):
-  source = shutil.copytree(CASE, tmp_path / "release")
+def test_a_tokenizer_that_does_not_fit_is_refused_with_every_reason(converted, tmp_path, tokenizer):
+  source = shutil.copytree(converted / "case", tmp_path / "release")
   shutil.copy(tokenizer, source / "tokenizer.json")
   words = [f"word{number}" for number in range(71)]
   words[3] = "other"
   other = write_tokenizer(tmp_path / "other.json", words)
   more = ("--resize-vocab", 70, "--tokenizer", other)
-  size, token, classes = problems(tmp_path / "run", *more, source=source)
+  size, token, classes = problems(source, tmp_path / "run", *more)
   assert size == f"--resize-vocab is 70, but {other} has 71 token ids."
   assert token == f"Token 3 is 'other' in {other} and 'word3' in {source / 'tokenizer.json'}."
   assert classes.startswith(f"{other} has 71 classes of tokens that read alike, and the hash of ")
   assert not (tmp_path / "run").exists()
 
 
-def test_arguments_that_make_no_sense_are_refused(tmp_path):
-  assert problems(tmp_path / "run", "--resize-vocab", "0.5", "--tokenizer", tmp_path) == [
-    "--resize-vocab must be a number of tokens, got 0.5."
-  ]
-  assert problems(tmp_path / "run", "--tokenizer", tmp_path) == [
+def test_arguments_that_make_no_sense_are_refused(converted, tmp_path):
+  assert problems(
+    converted / "case", tmp_path / "run", "--resize-vocab", "0.5", "--tokenizer", tmp_path
+  ) == ["--resize-vocab must be a number of tokens, got 0.5."]
+  assert problems(converted / "case", tmp_path / "run", "--tokenizer", tmp_path) == [
     "--tokenizer goes with --resize-vocab."
   ]
-  unreadable = problems(tmp_path / "run", "--resize-vocab", 70, "--tokenizer", tmp_path)
+  unreadable = problems(
+    converted / "case", tmp_path / "run", "--resize-vocab", 70, "--tokenizer", tmp_path
+  )
   assert "no readable tokenizer" in unreadable[0]
