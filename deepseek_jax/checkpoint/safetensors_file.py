@@ -124,6 +124,25 @@ def read_safetensors(path: pathlib.Path) -> dict[str, np.ndarray]:
   return {name: tensor.whole() for name, tensor in read_headers(path).items()}
 
 
+def write_header(path: pathlib.Path, entries: Mapping[str, Header]) -> dict[str, int]:
+  """Makes a file of its whole size that holds no tensor yet. Returns where each begins."""
+  described, end = {}, 0
+  for name, header in entries.items():
+    described[name] = {
+      "dtype": header.dtype,
+      "shape": list(header.shape),
+      "data_offsets": [end, end + header.bytes],
+    }
+    end += header.bytes
+  text = json.dumps({_METADATA: {"format": "pt"}, **described}, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % _LENGTH)  # so that the tensors begin at a multiple of 8
+  data = _LENGTH + len(text)
+  with open(path, "wb") as file:
+    file.write(len(text).to_bytes(_LENGTH, "little") + text)
+    file.truncate(data + end)
+  return {name: data + entry["data_offsets"][0] for name, entry in described.items()}
+
+
 def write_safetensors(
   path: pathlib.Path,
   entries: Mapping[str, Header],
@@ -138,22 +157,12 @@ def write_safetensors(
 
   Raises: ValueError if the pieces of a tensor are not the whole of it.
   """
-  described, begins, end = {}, {}, 0
-  for name, header in entries.items():
-    begins[name], end = end, end + header.bytes
-    described[name] = {
-      "dtype": header.dtype,
-      "shape": list(header.shape),
-      "data_offsets": [begins[name], end],
-    }
-  text = json.dumps({_METADATA: {"format": "pt"}, **described}, separators=(",", ":")).encode()
-  text += b" " * (-len(text) % _LENGTH)  # so that the tensors begin at a multiple of 8
   written = dict.fromkeys(entries, 0)
-  with open(path, "wb") as file:
-    file.write(len(text).to_bytes(_LENGTH, "little") + text)
+  begins = write_header(path, entries)
+  with open(path, "r+b") as file:
     for name, piece in pieces:
       piece = np.ascontiguousarray(piece, DTYPES[entries[name].dtype])
-      file.seek(_LENGTH + len(text) + begins[name] + written[name])
+      file.seek(begins[name] + written[name])
       file.write(piece.reshape(-1).view(np.uint8).data)
       written[name] += piece.nbytes
     file.flush()

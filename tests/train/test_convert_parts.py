@@ -35,6 +35,7 @@ DRAFTER = {
   "num_nextn_predict_layers": 1, "dspark_n_routed_experts": 2, "dspark_target_layer_ids": [3, 4],
   "dspark_markov_rank": 8, "dspark_block_size": 5,
 }  # fmt: skip
+COUNTS = {"vision": 18, "drafter": 49}
 
 
 def drawn(random, header):
@@ -54,7 +55,8 @@ def whole(tmp_path_factory):
   values["vision_config"] = VISION
   values["image_token_id"] = 60
   values["text_config"] |= DRAFTER
-  values["text_config"]["compress_ratios"] += [0]
+  layers = values["text_config"]["num_hidden_layers"]
+  values["text_config"]["compress_ratios"] = values["text_config"]["compress_ratios"][:layers] + [0]
   (folder / "config.json").write_text(json.dumps(values))
   entries = {name: at.header for name, at in read_headers(CASE / "weights.safetensors").items()}
   arrays = read_safetensors(CASE / "weights.safetensors")
@@ -95,7 +97,7 @@ def test_a_release_comes_back_with_every_tensor_and_the_same_bytes_of_those_we_l
     part: set(tensors) for part, tensors in before.parts.items()
   }
   assert set(after.tensors) == set(before.tensors) and after.cfg == before.cfg
-  assert {len(tensors) for tensors in after.parts.values()} == {48, 24}
+  assert {part: len(tensors) for part, tensors in after.parts.items()} == COUNTS
   for part, tensors in before.parts.items():
     for name, stored in tensors.items():
       found = after.parts[part][name]
@@ -131,7 +133,7 @@ def test_in_bfloat16_they_are_decoded(whole, imported, tmp_path):
 
 def test_they_are_left_out_on_request_alone(whole, imported, tmp_path, capsys):
   assert refusal(imported, tmp_path / "out") == (
-    f"{imported / 'checkpoints' / '0'} began with a release whose 24 tensors of vision and 48 "
+    f"{imported / 'checkpoints' / '0'} began with a release whose 18 tensors of vision and 49 "
     "tensors of drafter it does not hold; name that release with --carry-from, or leave them out "
     "with --carry-from none."
   )
@@ -147,13 +149,13 @@ def test_a_run_that_starts_from_an_import_still_needs_them(imported, tmp_path):
   folder.mkdir()
   begun = origin.Origin("sft", str(imported), find_step("--init", str(imported)))
   origin.remember(begun, RunFolder(folder, lock=object()))
-  assert origin.parts_behind(folder) == {"vision": 24, "drafter": 48}
+  assert origin.parts_behind(folder) == COUNTS
 
 
 def test_a_release_that_lacks_a_part_is_refused(imported, converted, tmp_path):
   case = converted / "case"
   assert refusal(imported, tmp_path / "out", "--carry-from", case) == (
-    f"--carry-from {case} has none and not 24 tensors of vision and 48 tensors of drafter."
+    f"--carry-from {case} has none and not 18 tensors of vision and 49 tensors of drafter."
   )
   nowhere = f"--carry-from {tmp_path} is no released checkpoint."
   assert refusal(imported, tmp_path / "out", "--carry-from", tmp_path) == nowhere
