@@ -55,7 +55,16 @@ def find_origin(command: CommandLine, folder: RunFolder, step: int) -> Origin:
     return Origin(command.verb)
   if command.init is None:
     raise UsageError([f"{INIT} is missing; it names the run folder or checkpoint to start from."])
-  return Origin(command.verb, given, find_step(INIT, command.init))
+  stored = find_step(INIT, command.init)
+  ours, theirs = command.settings.model.vocab, stored.settings.model.vocab
+  if ours != theirs:
+    raise UsageError(
+      [
+        f"model.vocab is {ours} and that of {stored.path} is {theirs}; only {CONVERT} "
+        f"--resize-vocab {ours} changes embedding and head, on the way from a release."
+      ]
+    )
+  return Origin(command.verb, given, stored)
 
 
 def remember(origin: Origin, folder: RunFolder) -> None:

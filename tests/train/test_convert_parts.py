@@ -24,6 +24,7 @@ from deepseek_jax.checkpoint.safetensors_file import (
 from train import convert, origin
 from train.errors import Exit, UsageError
 from train.run_folder import RunFolder
+from train.settings import CommandLine
 from train.stored_step import find_step
 
 CASE = pathlib.Path(__file__).resolve().parents[1] / "reference" / "quantized_model"
@@ -150,6 +151,15 @@ def test_a_run_that_starts_from_an_import_still_needs_them(imported, tmp_path):
   begun = origin.Origin("sft", str(imported), find_step("--init", str(imported)))
   origin.remember(begun, RunFolder(folder, lock=object()))
   assert origin.parts_behind(folder) == COUNTS
+
+
+def test_no_run_begins_anew_in_the_folder_of_an_import(imported):
+  settings = find_step("--init", str(imported)).settings
+  with pytest.raises(UsageError) as error:
+    origin.find_origin(CommandLine(settings, str(imported)), RunFolder(imported, lock=None), 0)
+  assert error.value.problems == (
+    f"{imported} is what convert made; start from it with sft and another --workdir.",
+  )
 
 
 def test_a_release_that_lacks_a_part_is_refused(imported, converted, tmp_path):

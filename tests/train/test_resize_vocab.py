@@ -1,6 +1,7 @@
 """Embedding and head get another number of rows on request alone, and then for a tokenizer that
 fits."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -13,6 +14,10 @@ from deepseek_jax.checkpoint.safetensors_file import read_safetensors
 from deepseek_jax.checkpoint.stored_arrays import open_items
 from train import convert
 from train.errors import Exit, UsageError
+from train.origin import find_origin
+from train.run_folder import RunFolder
+from train.settings import CommandLine
+from train.stored_step import find_step
 
 CASE = pathlib.Path(__file__).resolve().parents[1] / "reference" / "quantized_model"
 VOCAB = 64
@@ -96,6 +101,19 @@ def test_a_tokenizer_that_does_not_fit_is_refused_with_every_reason(converted, t
   assert token == f"Token 3 is 'other' in {other} and 'word3' in {source / 'tokenizer.json'}."
   assert classes.startswith(f"{other} has 71 classes of tokens that read alike, and the hash of ")
   assert not (tmp_path / "run").exists()
+
+
+def test_a_run_with_another_vocabulary_than_its_origin_is_told_the_option(converted, tmp_path):
+  stored = find_step("--init", str(converted / "run"))
+  model = dataclasses.replace(stored.settings.model, vocab=70)
+  settings = dataclasses.replace(stored.settings, model=model)
+  command = CommandLine(settings, str(tmp_path), verb="sft", init=str(converted / "run"))
+  with pytest.raises(UsageError) as error:
+    find_origin(command, RunFolder(tmp_path, lock=None), 0)
+  assert error.value.problems == (
+    f"model.vocab is 70 and that of {stored.path} is 64; only convert --resize-vocab 70 changes "
+    "embedding and head, on the way from a release.",
+  )
 
 
 def test_arguments_that_make_no_sense_are_refused(converted, tmp_path):
