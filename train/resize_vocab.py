@@ -56,7 +56,7 @@ def _class_problems(classes_V: np.ndarray, tokenizer: str, cfg: ModelConfig) -> 
   first = int(np.argmax(classes_V >= known))
   return [
     f"{tokenizer} has {classes} classes of tokens that read alike, and the hash of Engram's tables "
-    f"is made for {known}; token {first} is the first one too many."
+    f"is made for {known}; token {first} is the first one too many. Unused tokens may be renamed."
   ]
 
 
