@@ -15,11 +15,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
-from orbax.checkpoint._src.serialization import ocdbt_utils, tensorstore_utils  # private: _create
+from orbax.checkpoint._src.serialization import (  # private: see _create
+  ocdbt_utils,
+  tensorstore_utils,
+)
 
 from deepseek_jax.checkpoint import manifest
 from deepseek_jax.checkpoint.errors import CheckpointError
-from deepseek_jax.checkpoint.storage import SAVE_ERRORS, fail_quietly, reason
+from deepseek_jax.checkpoint.storage import SAVE_ERRORS, Items, ItemsArgs, fail_quietly, reason
 from deepseek_jax.checkpoint.stored_arrays import chunk_shape
 
 _CHUNK_BYTES = 2**26  # of what is read together later, at most
@@ -52,25 +55,30 @@ class _MakesParts(ocp.type_handlers.ArrayHandler):
   async def serialize(
     self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
   ) -> Sequence[Any]:
-    await asyncio.gather(*(info.await_path_creation() for info in infos))
-    arrays = await asyncio.gather(*map(_create, values, infos, args or ()))
-    writes: list[ts.WriteFutures] = []
-    size = 0
-    try:
-      for value, array in zip(values, arrays, strict=True):
-        for index in _own_parts(value, chunk_shape(array)):
-          part = value.read(index)
-          if size + part.nbytes > _CHUNK_BYTES:
-            await asyncio.gather(*writes)
-            writes, size = [], 0
-          writes.append(array[index].write(part, can_reference_source_data_indefinitely=True))
-          size += part.nbytes
-    finally:  # nothing is written any more behind an error
-      ended = await asyncio.gather(*writes, return_exceptions=True)
-    for error in ended:
-      if isinstance(error, BaseException):
-        raise error
-    return []
+    # Another process may still be making the folder: Orbax says when it is there.
+    writing = _write(values, infos, args or ())
+    return [ocp.future.CommitFutureAwaitingContractedSignals(writing, name="parts")]
+
+
+async def _write(values: Sequence[Unmade], infos: Sequence[Any], args: Sequence[Any]) -> None:
+  await asyncio.gather(*(info.await_path_creation() for info in infos))
+  arrays = await asyncio.gather(*map(_create, values, infos, args))
+  writes: list[ts.WriteFutures] = []
+  size = 0
+  try:
+    for value, array in zip(values, arrays, strict=True):
+      for index in _own_parts(value, chunk_shape(array)):
+        part = value.read(index)
+        if size + part.nbytes > _CHUNK_BYTES:
+          await asyncio.gather(*writes)
+          writes, size = [], 0
+        writes.append(array[index].write(part, can_reference_source_data_indefinitely=True))
+        size += part.nbytes
+  finally:  # nothing is written any more behind an error
+    ended = await asyncio.gather(*writes, return_exceptions=True)
+  for error in ended:
+    if isinstance(error, BaseException):
+      raise error
 
 
 async def _create(value: Unmade, info: Any, arg: Any) -> ts.TensorStore:
@@ -131,10 +139,10 @@ def write_step(folder: pathlib.Path, items: dict[str, Any], documents: dict[str,
   registry.add(None, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
   chunks = lambda item: jax.tree.map(_chunks, item)
   try:
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=registry)) as writer:
+    with ocp.Checkpointer(Items(handler_registry=registry)) as writer:
       writer.save(
         folder,
-        args=ocp.args.Composite(
+        args=ItemsArgs(
           **{n: ocp.args.PyTreeSave(item, save_args=chunks(item)) for n, item in items.items()},
           **{n: ocp.args.JsonSave(document) for n, document in documents.items()},
         ),
