@@ -220,6 +220,10 @@ def test_weights_that_are_not_finite_do_not_go_out(converted, tmp_path, capsys):
     (("--checkpoint", "/nowhere", "--output", "/tmp", "--format", "checkpoint"),
      ["--checkpoint /nowhere is not a folder.",
       "--output /tmp exists; name a folder that does not."]),
+    (("--checkpoint", "s3://a", "--output", "gs://c", "--format", "checkpoint"),
+     ["--checkpoint s3://a must be a local folder.", "--output gs://c must be a local folder."]),
+    (("--checkpoint", "X", "--output", "Y", "--format", "checkpoint", "--carry-from", "none"),
+     ["--carry-from goes with --format released."]),
   ],
 )  # fmt: skip
 def test_every_problem_of_the_arguments_is_told_at_once(arguments, problems):
