@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from orbax.checkpoint import future
 from orbax.checkpoint._src.serialization import (  # private: see _create
   ocdbt_utils,
   tensorstore_utils,
@@ -57,7 +58,7 @@ class _MakesParts(ocp.type_handlers.ArrayHandler):
   ) -> Sequence[Any]:
     # Another process may still be making the folder: Orbax says when it is there.
     writing = _write(values, infos, args or ())
-    return [ocp.future.CommitFutureAwaitingContractedSignals(writing, name="parts")]
+    return [future.CommitFutureAwaitingContractedSignals(writing, name="parts")]
 
 
 async def _write(values: Sequence[Unmade], infos: Sequence[Any], args: Sequence[Any]) -> None:
