@@ -4,13 +4,15 @@ import dataclasses
 import json
 import pathlib
 import shutil
+from collections.abc import Mapping
 
 import jax
 from rich.console import Console
 from rich.table import Table
 
-from deepseek_jax.checkpoint import manifest
+from deepseek_jax.checkpoint import CheckpointError, manifest
 from deepseek_jax.checkpoint.released import list_problems
+from deepseek_jax.checkpoint.released_carried import Carried, carried_tensors
 from deepseek_jax.checkpoint.released_export import (
   Rounding,
   owners_of_tensors,
@@ -18,23 +20,29 @@ from deepseek_jax.checkpoint.released_export import (
   write_index,
   write_shard,
 )
+from deepseek_jax.checkpoint.released_folder import open_released
 from deepseek_jax.checkpoint.released_index import Shard, release_tensors, shard_plan
 from deepseek_jax.checkpoint.storage import size_text
 from deepseek_jax.checkpoint.stored_arrays import open_items
 from deepseek_jax.storage_path import StoragePath
 from train import processes
 from train.errors import UsageError
-from train.stored_step import find_step
+from train.import_released import check_hashes
+from train.origin import parts_behind
+from train.stored_step import StoredStep, find_step
 from train.whole_folder import whole_folder
 
+NOTHING = "none"  # as --carry-from
 
-def export_released(checkpoint: str, output: pathlib.Path, dtype: str) -> None:
+
+def export_released(checkpoint: str, output: pathlib.Path, dtype: str, carry_from: str) -> None:
   """Writes `output`, which appears when it is complete; every process writes some of the files.
 
   Args:
     checkpoint: a run folder or a step.
     output: must not exist.
     dtype: "released" or "bfloat16".
+    carry_from: a released checkpoint whose vision and drafter tensors go out too, "none", or "".
 
   Raises: UsageError for a checkpoint that cannot be used or too little room; CheckpointError if
     a file cannot be written.
@@ -45,19 +53,52 @@ def export_released(checkpoint: str, output: pathlib.Path, dtype: str) -> None:
     cfg = step.settings.model
     if problems := shape_problems(arrays, cfg):
       raise UsageError([f"{step.path} does not fit its config.json: {list_problems(problems)}"])
-    shards = shard_plan(release_tensors(cfg), dtype)
+    carried = _carried(step, carry_from)
+    shards = shard_plan([*release_tensors(cfg), *carried.tensors], dtype)
     _announce(step.path, shards, output)
   owners, errors = owners_of_tensors(cfg), dict[str, Rounding]()
   with whole_folder(output) as folder:
     for shard in shards[jax.process_index() :: jax.process_count()]:
-      for kind, error in write_shard(arrays, owners, shard, folder, dtype).items():
+      for kind, error in write_shard(arrays, owners, shard, folder, dtype, carried).items():
         errors.setdefault(kind, Rounding()).add(error)
     errors = _of_all_processes(errors)
     if processes.first():
-      write_index(folder, shards, cfg, dtype)
+      write_index(folder, shards, cfg, dtype, carried)
       manifest.write_manifest(folder)
   if processes.first():
     show(errors)
+
+
+def _carried(step: StoredStep, carry_from: str) -> Carried:
+  """What goes out besides the backbone. Raises UsageError where something would be lost unasked."""
+  known = parts_behind(step.path.parent.parent)
+  if carry_from in ("", NOTHING):
+    if known and not carry_from:
+      raise UsageError(
+        [
+          f"{step.path} began with a release whose {_counts(known)} it does not hold; name that "
+          f"release with --carry-from, or leave them out with --carry-from {NOTHING}."
+        ]
+      )
+    processes.say("The export has no tensors of vision and drafter.")
+    return Carried()
+  path = pathlib.Path(carry_from).absolute()
+  try:
+    check_hashes(path)
+    released = open_released(path)
+    found = {part: len(tensors) for part, tensors in released.parts.items()}
+    if not found or not found.items() >= known.items():
+      wanted = _counts(known) or "tensors of vision or drafter"
+      raise UsageError([f"--carry-from {path} has {_counts(found) or 'none'} and not {wanted}."])
+    carried = carried_tensors(released, step.settings.model)
+  except CheckpointError as error:
+    raise UsageError([str(error)]) from None
+  processes.say(f"The {_counts(found)} are those of {path}.")
+  return carried
+
+
+def _counts(parts: Mapping[str, int]) -> str:
+  return " and ".join(f"{count:,} tensors of {part}" for part, count in parts.items())
 
 
 def _announce(step: StoragePath, shards: list[Shard], output: pathlib.Path) -> None:

@@ -105,7 +105,7 @@ def planned(config: str) -> Contents:
   Raises: UsageError for a configuration that is none.
   """
   cfg = settings.load(config, {}).model
-  whole = cfg == flash()
+  whole = cfg.tree() == flash().tree()  # whatever a stage switches off
   tensors = list(
     release_tensors(cfg, VisionSizes() if whole else None, DrafterSizes() if whole else None)
   )
@@ -164,7 +164,7 @@ def show(contents: Contents, *, every: bool) -> None:
     rows.setdefault(key, []).append(entry.bytes)
   for (name, dtype, shape), sizes in rows.items():
     table.add_row(name, dtype, str(list(shape)), str(len(sizes)), size_text(sum(sizes)))
-  Console(width=None if sys.stdout.isatty() else 120).print(table)
+  Console(width=None if sys.stdout.isatty() else 120, markup=False).print(table)
   for name, facts in contents.files.items():  # as sha256sum has them
     print(f"{facts.get('sha256', '(no SHA-256)'):64}  {size_text(facts['bytes']):>9}  {name}")
 

@@ -1,15 +1,17 @@
 """What a run starts from where it has no checkpoint of its own, and what it remembers of that.
 
 `sft` starts from the parameters and router biases of another run, with a new optimizer and from the
-beginning of its data. start.json in the run folder names them; without that file it is pretraining.
+beginning of its data. start.json in the run folder names them, and counts the tensors of a release
+that stayed behind; without that file it is pretraining.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from deepseek_jax.checkpoint import CheckpointError, restore_step
 from deepseek_jax.step import TrainState
-from deepseek_jax.storage_path import storage_path, write_atomically
+from deepseek_jax.storage_path import StoragePath, storage_path, write_atomically
 from train.errors import UsageError
 from train.processes import say
 from train.programs import Programs
@@ -18,6 +20,7 @@ from train.settings import INIT, PRETRAIN, SFT, CommandLine, differences
 from train.stored_step import StoredStep, find_step
 
 FILE = "start.json"
+CONVERT = "convert"  # the verb of a folder that is only there to be started from
 # What may differ from the run that one starts from without a word: all that is no number of the
 # model, and what a stage may change.
 UNSAID = (
@@ -43,20 +46,55 @@ def find_origin(command: CommandLine, folder: RunFolder, step: int) -> Origin:
   if step:
     _check_same(command.verb, given, folder)
     return Origin(command.verb, given)
+  if _read(folder.path)["verb"] == CONVERT:
+    problem = (
+      f"{folder.path} is what {CONVERT} made; start from it with {SFT} and another --workdir."
+    )
+    raise UsageError([problem])
   if command.verb != SFT:
     return Origin(command.verb)
   if command.init is None:
     raise UsageError([f"{INIT} is missing; it names the run folder or checkpoint to start from."])
-  return Origin(command.verb, given, find_step(INIT, command.init))
+  stored = find_step(INIT, command.init)
+  ours, theirs = command.settings.model.vocab, stored.settings.model.vocab
+  if ours != theirs:
+    raise UsageError(
+      [
+        f"model.vocab is {ours} and that of {stored.path} is {theirs}; only {CONVERT} "
+        f"--resize-vocab {ours} changes embedding and head, on the way from a release."
+      ]
+    )
+  return Origin(command.verb, given, stored)
 
 
 def remember(origin: Origin, folder: RunFolder) -> None:
   """Writes start.json for a run that takes its first step; the first process does."""
   if folder.lock is None:
     return
-  stored = None if origin.stored is None else str(origin.stored.path)
-  values = {"verb": origin.verb, "init": origin.given, "checkpoint": stored}
-  write_atomically(folder.path / FILE, (json.dumps(values, indent=2) + "\n").encode())
+  stored = None if origin.stored is None else origin.stored.path
+  parts = {} if stored is None else parts_behind(stored.parent.parent)
+  write_origin(folder.path, origin.verb, origin.given, stored, parts)
+
+
+def write_origin(
+  run: StoragePath,
+  verb: str,
+  given: str | None,
+  checkpoint: StoragePath | None,
+  parts: Mapping[str, int],
+) -> None:
+  """start.json of a run folder; `parts` are counts of released tensors that the model lacks."""
+  stored = None if checkpoint is None else str(checkpoint)
+  values = {"verb": verb, "init": given, "checkpoint": stored, "parts": dict(parts)}
+  write_atomically(run / FILE, (json.dumps(values, indent=2) + "\n").encode())
+
+
+def parts_behind(run: StoragePath) -> dict[str, int]:
+  """How many tensors the release that a run goes back to had besides the backbone, by part.
+
+  Raises: UsageError for a start.json that cannot be read.
+  """
+  return _read(run)["parts"]
 
 
 def first_state(origin: Origin, programs: Programs, settings: Any, tokenizer: str) -> TrainState:
@@ -95,13 +133,7 @@ def first_state(origin: Origin, programs: Programs, settings: Any, tokenizer: st
 
 def _check_same(verb: str, given: str | None, folder: RunFolder) -> None:
   """Raises UsageError unless the run in the folder is one of the verb, from `given` if any."""
-  path = folder.path / FILE
-  try:
-    begun = json.loads(path.read_text(encoding="utf-8"))
-  except FileNotFoundError:
-    begun = {"verb": PRETRAIN, "init": None, "checkpoint": None}
-  except (OSError, ValueError) as error:
-    raise UsageError([f"{path} cannot be read ({error})."]) from error
+  begun = _read(folder.path)
   began_as, *begun_from = (begun[name] for name in ("verb", "init", "checkpoint"))
   if began_as != verb:
     raise UsageError(
@@ -114,3 +146,13 @@ def _check_same(verb: str, given: str | None, folder: RunFolder) -> None:
         "or use another --workdir."
       ]
     )
+
+
+def _read(run: StoragePath) -> dict[str, Any]:
+  path, unsaid = run / FILE, {"verb": PRETRAIN, "init": None, "checkpoint": None, "parts": {}}
+  try:
+    return unsaid | json.loads(path.read_text(encoding="utf-8"))
+  except FileNotFoundError:
+    return unsaid
+  except (OSError, ValueError, TypeError) as error:
+    raise UsageError([f"{path} cannot be read ({error})."]) from error

@@ -103,6 +103,16 @@ def read_part(tensors: Tensors, parameter: Parameter, index: tuple[slice, ...]) 
   return part
 
 
+def mean_row(tensors: Tensors, parameter: Parameter) -> np.ndarray:
+  """float32 mean over the rows of the tensor that a table [rows, width] is made of."""
+  tensor = parameter.tensors[0]
+  rows, width = tensor.view
+  total, step = np.zeros(width, np.float64), max(1, _BLOCK_BYTES // (4 * width))
+  for first in range(0, rows, step):
+    total += decoded_rows(tensors, tensor, first, min(first + step, rows)).sum(0, np.float64)
+  return (total / rows).astype(np.float32)
+
+
 def _empty(shape: Sequence[int]) -> np.ndarray:
   """Where JAX takes it as it is: on a CPU it copies arrays that do not begin so."""
   size = math.prod(shape)
@@ -117,18 +127,24 @@ def _fill(ours: np.ndarray, tensors: Tensors, tensor: ReleasedTensor, inner: lis
   view = ours.transpose([tensor.axes.index(axis) for axis in range(len(tensor.view))])
   (start, stop), *others = ranges
   rows = min(stop, tensor.view[0])
+  factor = math.prod(
+    tensor.view[1 : tensor.row_axes]
+  )  # released rows for a place of the first axis
   step = max(1, _BLOCK_BYTES // (4 * math.prod(tensor.view[1:])))
   for begin in range(start, rows, step):
     end = min(begin + step, rows)
-    block = _decoded(tensors, tensor, begin, end)
+    block = decoded_rows(tensors, tensor, begin * factor, end * factor)
+    block = block.reshape(end - begin, *tensor.view[1:])
     view[begin - start : end - start] = block[:, *(slice(*other) for other in others)]
   view[max(rows - start, 0) :] = 0
 
 
-def _decoded(tensors: Tensors, tensor: ReleasedTensor, begin: int, end: int) -> np.ndarray:
-  """Places begin ... end - 1 of the view's first axis."""
-  factor = math.prod(tensor.view[1 : tensor.row_axes])  # released rows for each
-  first, last = begin * factor, end * factor
+def decoded_rows(tensors: Tensors, tensor: ReleasedTensor, first: int, last: int) -> np.ndarray:
+  """Released rows first ... last - 1, float32.
+
+  Raises: ValueError for a file that changed since its header was read, and for values that are not
+    finite.
+  """
   stored, scale = tensors[tensor.name], None
   if stored.header.dtype in ("F8_E4M3", "I8"):
     scales = tensors[tensor.scale_name]
@@ -139,4 +155,6 @@ def _decoded(tensors: Tensors, tensor: ReleasedTensor, begin: int, end: int) -> 
     values = decode(stored.rows(first, last), scale, first)
   except ValueError as error:
     raise ValueError(f"{tensor.name} in {stored.path}: {error}.") from None
-  return values.reshape(end - begin, *tensor.view[1:])
+  if not np.isfinite(values).all():
+    raise ValueError(f"{tensor.name} in {stored.path} holds values that are not finite.")
+  return values

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from deepseek_jax.checkpoint.safetensors_file import unique_keys
 from deepseek_jax.config import (
   AttentionConfig,
   EngramConfig,
@@ -95,10 +96,10 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
   """config.json of a folder. Raises ValueError where it is missing or no JSON object."""
   path = folder / "config.json"
   try:
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
   except OSError as error:
     raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f"{path} is no JSON: {error}.") from None
   if not isinstance(values, dict):
     raise ValueError(f"{path} holds no JSON object.")
@@ -136,20 +137,43 @@ _QUANTIZED = {
 }
 
 
-def config_values(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
-  """The config.json of an export, without pictures and drafter.
+def config_values(
+  cfg: ModelConfig, dtype: str, release: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+  """The config.json of an export; `released_config` makes the same sizes of it.
 
-  `released_config` makes the same sizes of it. "dtype" is "released" or "bfloat16".
+  Args:
+    cfg: sizes of the backbone.
+    dtype: "released" or "bfloat16".
+    release: the config.json of the release whose vision and drafter tensors the export has, if any;
+      what it says besides those sizes stays.
   """
-  quantized = {"quantization_config": dict(_QUANTIZED)} if dtype == "released" else {}
-  return {**_FIXED, "text_config": _text_config(cfg), **quantized, "vision_config": None}
+  own, quantized = _text_config(cfg), {"quantization_config": dict(_QUANTIZED)}
+  if release is None:
+    values = {**_FIXED, "text_config": {**_FIXED_TEXT, **own}, **quantized, "vision_config": None}
+  else:
+    text = release.get("text_config", release)
+    stages = text.get("num_nextn_predict_layers", 0)
+    drafter = {
+      "num_nextn_predict_layers": stages,
+      "compress_ratios": own["compress_ratios"] + [0] * stages,
+    }
+    rest = release if "text_config" in release else {"vision_config": release.get("vision_config")}
+    values = {
+      **_FIXED,
+      **quantized,
+      **rest,
+      "text_config": {**_FIXED_TEXT, **text, **own, **drafter},
+    }
+  if dtype != "released":
+    del values["quantization_config"]
+  return values
 
 
 def _text_config(cfg: ModelConfig) -> dict[str, Any]:
   a, i, e, r = cfg.attention, cfg.indexer, cfg.engram, cfg.rope
   pool = i.pool_source
   return {
-    **_FIXED_TEXT,
     "vocab_size": cfg.vocab,
     "hidden_size": cfg.dim,
     "num_hidden_layers": cfg.num_layers,

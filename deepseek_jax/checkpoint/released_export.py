@@ -11,11 +11,12 @@ import numpy as np
 import tensorstore as ts
 
 from deepseek_jax.checkpoint.errors import CheckpointError
+from deepseek_jax.checkpoint.released_carried import Carried
 from deepseek_jax.checkpoint.released_config import config_values
 from deepseek_jax.checkpoint.released_folder import INDEX
 from deepseek_jax.checkpoint.released_formats import TILE, decode, encode
 from deepseek_jax.checkpoint.released_index import Shard, stored_as
-from deepseek_jax.checkpoint.released_names import Parameter, ReleasedTensor, parameters
+from deepseek_jax.checkpoint.released_names import Parameter, ReleasedTensor, Stored, parameters
 from deepseek_jax.checkpoint.safetensors_file import write_safetensors
 from deepseek_jax.checkpoint.stored_arrays import chunk_shape, with_cache
 from deepseek_jax.config import ModelConfig
@@ -48,7 +49,7 @@ class Rounding:
 
 def kind(name: str) -> str:
   """A tensor's name without the numbers of its layer and expert."""
-  return re.sub(r"^layers\.\d+\.|(?<=experts)\.\d+", "", name)
+  return re.sub(r"^layers\.\d+\.|(?<=experts)\.\d+|(?<=mtp|cks)\.\d+", "", name)
 
 
 def shape_problems(arrays: Arrays, cfg: ModelConfig) -> list[str]:
@@ -71,7 +72,12 @@ def shape_problems(arrays: Arrays, cfg: ModelConfig) -> list[str]:
 
 
 def write_shard(
-  arrays: Arrays, owners: Owners, shard: Shard, folder: pathlib.Path, dtype: str
+  arrays: Arrays,
+  owners: Owners,
+  shard: Shard,
+  folder: pathlib.Path,
+  dtype: str,
+  carried: Carried = Carried(),
 ) -> dict[str, Rounding]:
   """Writes one file. Returns the errors of what it rounds, by kind of tensor.
 
@@ -82,14 +88,27 @@ def write_shard(
   def pieces() -> Iterator[tuple[str, np.ndarray]]:
     opened: tuple[Parameter, ts.TensorStore] | None = None
     for tensor in shard.tensors:
+      rounding, stored = (
+        roundings.setdefault(kind(tensor.name), Rounding()),
+        stored_as(tensor, dtype),
+      )
+      if tensor.name in carried.files:
+        if stored == tensor.stored:
+          yield from carried.raw(tensor)
+        else:
+          yield from _encoded(carried.values_of(tensor), tensor, stored, rounding)
+        continue
       parameter, number = owners[tensor.name]
       if opened is None or opened[0] is not parameter:
         array = arrays[parameter.item][parameter.path]
         opened = parameter, with_cache(array, _shared_bytes(array, parameter))
-      rounding = roundings.setdefault(kind(tensor.name), Rounding())
-      yield from _encoded(opened[1], parameter, tensor, number, dtype, rounding)
+      blocks = _blocks(opened[1], parameter, tensor, number)
+      yield from _encoded(blocks, tensor, stored, rounding)
 
-  write_safetensors(folder / shard.file, shard.entries, pieces())
+  try:
+    write_safetensors(folder / shard.file, shard.entries, pieces())
+  except ValueError as error:  # a carried file that changed since its header was read
+    raise CheckpointError(str(error)) from None
   return roundings
 
 
@@ -112,27 +131,27 @@ def owners_of_tensors(cfg: ModelConfig) -> Owners:
   }
 
 
-def write_index(folder: pathlib.Path, shards: list[Shard], cfg: ModelConfig, dtype: str) -> None:
+def write_index(
+  folder: pathlib.Path,
+  shards: list[Shard],
+  cfg: ModelConfig,
+  dtype: str,
+  carried: Carried = Carried(),
+) -> None:
   """The files beside the shards: their index, and config.json."""
   size = sum(header.bytes for shard in shards for header in shard.entries.values())
   weight_map = {name: shard.file for shard in shards for name in shard.entries}
   index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-  for name, content in ((INDEX, index), ("config.json", config_values(cfg, dtype))):
+  config = config_values(cfg, dtype, carried.values)
+  for name, content in ((INDEX, index), ("config.json", config)):
     write_atomically(folder / name, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def _encoded(
-  array: ts.TensorStore,
-  parameter: Parameter,
-  tensor: ReleasedTensor,
-  number: int,
-  dtype: str,
-  rounding: Rounding,
+  blocks: Iterator[np.ndarray], tensor: ReleasedTensor, stored: Stored, rounding: Rounding
 ) -> Iterator[tuple[str, np.ndarray]]:
-  own, top, stored = Rounding(), 0.0, stored_as(tensor, dtype)
-  for values in _blocks(array, parameter, tensor, number):
-    if not np.isfinite(values).all():
-      raise CheckpointError(f"{parameter.path} holds values that are not finite.")
+  own, top = Rounding(), 0.0
+  for values in blocks:
     weight, scale = encode(values, stored)
     yield tensor.name, weight
     if scale is not None:
@@ -158,6 +177,8 @@ def _blocks(
     ranges = [slice(begin, min(begin + step, tensor.view[0])), *map(slice, tensor.view[1:])]
     index = (*map(int, place), *(ranges[axis] for axis in tensor.axes))
     values = np.asarray(array[index].read().result(), np.float32).transpose(to_view)
+    if not np.isfinite(values).all():
+      raise CheckpointError(f"{parameter.path} holds values that are not finite.")
     yield values.reshape(-1, *tensor.shape[1:])
 
 

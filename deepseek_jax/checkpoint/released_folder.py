@@ -12,16 +12,13 @@ from deepseek_jax.checkpoint.errors import CheckpointError
 from deepseek_jax.checkpoint.released import list_problems, released_problems, tensor_problems
 from deepseek_jax.checkpoint.released_config import read_config, released_config
 from deepseek_jax.checkpoint.released_parts import (
-  DRAFTER,
-  NOT_BACKBONE,
-  VISION,
+  PARTS,
   DrafterSizes,
   VisionSizes,
-  drafter_tensors,
-  vision_tensors,
+  part_tensors,
 )
-from deepseek_jax.checkpoint.safetensors_file import StoredTensor, read_headers
-from deepseek_jax.config import ModelConfig
+from deepseek_jax.checkpoint.safetensors_file import StoredTensor, read_headers, unique_keys
+from deepseek_jax.config import EngramConfig, ModelConfig
 from deepseek_jax.ngram import NgramHash
 
 INDEX = "model.safetensors.index.json"
@@ -32,7 +29,7 @@ class ReleasedFolder(NamedTuple):
   values: dict[str, Any]  # config.json
   cfg: ModelConfig
   tensors: dict[str, StoredTensor]  # those of the backbone and the Engram tables
-  skipped: dict[str, int]  # tensors of parts that we do not hold: "vision", "drafter"
+  parts: dict[str, dict[str, StoredTensor]]  # those that we do not hold: "vision", "drafter"
 
 
 def is_released(path: pathlib.Path) -> bool:
@@ -51,27 +48,43 @@ def open_released(path: pathlib.Path) -> ReleasedFolder:
     cfg = released_config(values)
     if problems := cfg.problems():
       raise ValueError(f"{path / 'config.json'}: {' '.join(problems)}")
-    if cfg.engram.layers:
-      NgramHash(cfg.engram, np.zeros(0, np.int32))  # raises for rows that are no sums of primes
     tensors = read_all_headers(path)
     problems = list(_problems(tensors, values, cfg))
+    if cfg.engram.layers and not problems:
+      _check_primes(cfg.engram)
   except ValueError as error:
     raise CheckpointError(str(error)) from None
   except OSError as error:
     raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror}.") from None
-  except (KeyError, TypeError, AttributeError, IndexError) as error:
+  except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
     # A configuration is input, and whatever it holds is the user's to mend.
     raise CheckpointError(f"{path / 'config.json'}: {type(error).__name__}: {error}.") from None
   if problems:
     raise CheckpointError(f"{path} does not fit its config.json: {list_problems(problems)}")
-  beginnings = {"vision": VISION, "drafter": DRAFTER}
-  counts = {part: sum(n.startswith(names) for n in tensors) for part, names in beginnings.items()}
-  skipped = {part: count for part, count in counts.items() if count}
-  return ReleasedFolder(path, values, cfg, _backbone(tensors), skipped)
+  own, parts = _split(tensors)
+  return ReleasedFolder(path, values, cfg, own, parts)
 
 
-def _backbone(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-  return {name: at for name, at in tensors.items() if not name.startswith(NOT_BACKBONE)}
+def _check_primes(engram: EngramConfig) -> None:
+  """Raises ValueError for tables whose rows are no sums of primes."""
+  fewest = engram.lookups * engram.prime_start
+  if min(engram.table_rows) < fewest:  # before a search that may have no end
+    raise ValueError(
+      f"engram.table_rows is {engram.table_rows}, but {engram.lookups} primes from "
+      f"{engram.prime_start} on add up to {fewest} or more."
+    )
+  NgramHash(engram, np.zeros(0, np.int32))
+
+
+def _split(
+  tensors: dict[str, StoredTensor],
+) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StoredTensor]]]:
+  """Those of the backbone, and those of each other part that there is."""
+  own, parts = dict(tensors), {}
+  for part, names in PARTS.items():
+    if found := {name: own.pop(name) for name in tensors if name.startswith(names)}:
+      parts[part] = found
+  return own, parts
 
 
 def read_all_headers(path: pathlib.Path) -> dict[str, StoredTensor]:
@@ -102,10 +115,12 @@ def read_all_headers(path: pathlib.Path) -> dict[str, StoredTensor]:
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
   try:
-    wanted = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return {str(name): str(file) for name, file in wanted.items()}
-  except (ValueError, KeyError, TypeError, AttributeError):
+    values = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
+    return {str(name): str(file) for name, file in values["weight_map"].items()}
+  except (KeyError, TypeError, AttributeError):
     raise ValueError(f"{index} is no index: it has no weight_map.") from None
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{index} is no index: {error}.") from None
 
 
 def _index_problems(wanted: dict[str, str], tensors: dict[str, StoredTensor]) -> Iterator[str]:
@@ -122,15 +137,20 @@ def _problems(
   tensors: dict[str, StoredTensor], values: dict[str, Any], cfg: ModelConfig
 ) -> Iterator[str]:
   """Of all parts; those that we do not hold are checked by name and shape."""
-  own = _backbone(tensors)
+  own, _ = _split(tensors)
+  drafter, vision = DrafterSizes.from_config(values), VisionSizes.from_config(values)
+  counts = {
+    "n_routed_experts": cfg.moe.experts,
+    "num_nextn_predict_layers": drafter.stages if drafter else 0,
+    "dspark_n_routed_experts": drafter.experts if drafter else 0,
+    "vision_config.num_hidden_layers": vision.layers if vision else 0,
+  }
+  if impossible := [f"{key} is {n}" for key, n in counts.items() if n > len(tensors)]:
+    yield f"{', '.join(impossible)}, of {len(tensors)} tensors"  # too many to be named one by one
+    return
   yield from released_problems(own, cfg)
-  vision, drafter = VisionSizes.from_config(values), DrafterSizes.from_config(values)
-  others = [
-    *(vision_tensors(vision, cfg) if vision else ()),
-    *(drafter_tensors(drafter, cfg) if drafter else ()),
-  ]
   unused = set(tensors) - set(own)
-  for tensor in others:
+  for tensor in part_tensors(values, cfg):
     yield from tensor_problems(tensors, tensor)
     unused -= {tensor.name, tensor.scale_name}
   yield from (f"unused tensor {name}" for name in sorted(unused))

@@ -1,7 +1,8 @@
 """Tensors of the release that our model does not hold yet: vision tower, aligner, drafter.
 
-They are known by name and shape, so that a converted checkpoint can be counted whole and a reader
-can tell a part that it skips from a tensor that it does not know (model.md sections 1.3, 1.4, 4).
+They are known by name, shape and dtype, so that an import checks them, an export can take them over
+from the release, and both can tell them from tensors that nobody knows (model.md sections 1.3, 1.4,
+4).
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from deepseek_jax.config import ModelConfig
 # Beginnings of their names.
 VISION = ("vision.", "aligner.", "image_start", "image_end", "image_newline")
 DRAFTER = ("mtp.",)
+PARTS = {"vision": VISION, "drafter": DRAFTER}
 NOT_BACKBONE = (*VISION, *DRAFTER)
 
 
@@ -59,6 +61,15 @@ class DrafterSizes:
       markov_rank=text["dspark_markov_rank"],
       targets=len(text["dspark_target_layer_ids"]),
     )
+
+
+def part_tensors(values: Mapping[str, Any], cfg: ModelConfig) -> Iterator[ReleasedTensor]:
+  """All that a released config.json has beside the backbone. KeyError for a missing key."""
+  vision, drafter = VisionSizes.from_config(values), DrafterSizes.from_config(values)
+  if vision is not None:
+    yield from vision_tensors(vision, cfg)
+  if drafter is not None:
+    yield from drafter_tensors(drafter, cfg)
 
 
 def vision_tensors(sizes: VisionSizes, cfg: ModelConfig) -> Iterator[ReleasedTensor]:

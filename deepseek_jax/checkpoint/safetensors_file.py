@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -69,6 +69,8 @@ def read_headers(path: pathlib.Path) -> dict[str, StoredTensor]:
 
   Raises: ValueError for a damaged file or an unknown dtype; OSError.
   """
+  if not path.is_file():  # a pipe would never end
+    raise _damaged(path, "it is no file")
   size = path.stat().st_size
   with open(path, "rb") as file:
     length = int.from_bytes(file.read(_LENGTH), "little")
@@ -76,14 +78,26 @@ def read_headers(path: pathlib.Path) -> dict[str, StoredTensor]:
       raise _damaged(path, "its header is cut off")
     text = file.read(length)
   try:
-    entries = {name: value for name, value in json.loads(text).items() if name != _METADATA}
-    found = {
-      name: (value["dtype"], tuple(map(int, value["shape"])), *map(int, value["data_offsets"]))
-      for name, value in entries.items()
-    }
-  except (ValueError, KeyError, TypeError, AttributeError):
+    entries = json.loads(text, object_pairs_hook=unique_keys)
+    found = {name: _entry(value) for name, value in entries.items() if name != _METADATA}
+  except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
     raise _damaged(path, "its header is not what the format says") from None
   return dict(_located(path, found, _LENGTH + length, size))
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """A JSON object. Raises ValueError where it has a key twice, of which Python takes the last."""
+  found = dict(pairs)
+  if len(found) < len(pairs):
+    raise ValueError("a key is there twice")
+  return found
+
+
+def _entry(value: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+  dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+  if type(dtype) is not str or any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
+    raise ValueError
+  return dtype, tuple(shape), begin, end
 
 
 def _located(path, found, data: int, size: int) -> Iterable[tuple[str, StoredTensor]]:
@@ -110,6 +124,25 @@ def read_safetensors(path: pathlib.Path) -> dict[str, np.ndarray]:
   return {name: tensor.whole() for name, tensor in read_headers(path).items()}
 
 
+def write_header(path: pathlib.Path, entries: Mapping[str, Header]) -> dict[str, int]:
+  """Makes a file of its whole size that holds no tensor yet. Returns where each begins."""
+  described, end = {}, 0
+  for name, header in entries.items():
+    described[name] = {
+      "dtype": header.dtype,
+      "shape": list(header.shape),
+      "data_offsets": [end, end + header.bytes],
+    }
+    end += header.bytes
+  text = json.dumps({_METADATA: {"format": "pt"}, **described}, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % _LENGTH)  # so that the tensors begin at a multiple of 8
+  data = _LENGTH + len(text)
+  with open(path, "wb") as file:
+    file.write(len(text).to_bytes(_LENGTH, "little") + text)
+    file.truncate(data + end)
+  return {name: data + entry["data_offsets"][0] for name, entry in described.items()}
+
+
 def write_safetensors(
   path: pathlib.Path,
   entries: Mapping[str, Header],
@@ -124,22 +157,12 @@ def write_safetensors(
 
   Raises: ValueError if the pieces of a tensor are not the whole of it.
   """
-  described, begins, end = {}, {}, 0
-  for name, header in entries.items():
-    begins[name], end = end, end + header.bytes
-    described[name] = {
-      "dtype": header.dtype,
-      "shape": list(header.shape),
-      "data_offsets": [begins[name], end],
-    }
-  text = json.dumps({_METADATA: {"format": "pt"}, **described}, separators=(",", ":")).encode()
-  text += b" " * (-len(text) % _LENGTH)  # so that the tensors begin at a multiple of 8
   written = dict.fromkeys(entries, 0)
-  with open(path, "wb") as file:
-    file.write(len(text).to_bytes(_LENGTH, "little") + text)
+  begins = write_header(path, entries)
+  with open(path, "r+b") as file:
     for name, piece in pieces:
       piece = np.ascontiguousarray(piece, DTYPES[entries[name].dtype])
-      file.seek(_LENGTH + len(text) + begins[name] + written[name])
+      file.seek(begins[name] + written[name])
       file.write(piece.reshape(-1).view(np.uint8).data)
       written[name] += piece.nbytes
     file.flush()

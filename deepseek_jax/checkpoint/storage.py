@@ -34,7 +34,7 @@ class Storage:
 
   def __init__(self) -> None:
     fail_quietly()
-    handler = _Items(handler_registry=_handlers(RESTORE_BYTES))
+    handler = Items(handler_registry=_handlers(RESTORE_BYTES))
     self._writer = ocp.AsyncCheckpointer(handler, timeout_secs=COMMIT_TIMEOUT)
 
   def start_save(self, path: pathlib.Path, items: dict, documents: dict[str, dict]) -> None:
@@ -42,7 +42,7 @@ class Storage:
     arrays = {name: names.to_nested(item) for name, item in items.items() if jax.tree.leaves(item)}
     self._writer.save(
       path,
-      args=_ItemsArgs(
+      args=ItemsArgs(
         **{name: ocp.args.PyTreeSave(item) for name, item in arrays.items()},
         **{name: ocp.args.JsonSave(document) for name, document in documents.items()},
       ),
@@ -85,16 +85,16 @@ class _AllOf:
       future.cancel()
 
 
-class _Items(ocp.CompositeCheckpointHandler):
+class Items(ocp.CompositeCheckpointHandler):
   """Orbax reports the first item that fails while the others still write; this waits for them."""
 
   async def async_save(self, *args: Any, **kwargs: Any) -> list[Any]:
     return [_AllOf(await super().async_save(*args, **kwargs) or ())]
 
 
-@ocp.args.register_with_handler(_Items, for_save=True, for_restore=True)
-class _ItemsArgs(ocp.args.Composite):
-  """The arguments of _Items; Orbax wants a class for each handler."""
+@ocp.args.register_with_handler(Items, for_save=True, for_restore=True)
+class ItemsArgs(ocp.args.Composite):
+  """The arguments of Items; Orbax wants a class for each handler."""
 
 
 _orbax_run_sync = asyncio_utils.run_sync

@@ -158,6 +158,16 @@ def test_a_configuration_survives_the_way_out_and_back():
   assert "quantization_config" not in config_values(MODEL, "bfloat16")
 
 
+def test_a_release_without_sections_keeps_its_pictures_and_its_drafter():
+  flat = CONFIG["text_config"] | {"vision_config": {"num_hidden_layers": 7}}
+  flat |= {"num_nextn_predict_layers": 2, "dspark_markov_rank": 9}
+  values = config_values(MODEL, "released", flat)
+  assert values["vision_config"] == {"num_hidden_layers": 7}
+  assert values["text_config"]["dspark_markov_rank"] == 9
+  assert values["text_config"]["compress_ratios"] == [*MODEL.compress_ratios, 0, 0]
+  assert released_config(values, scan_layers=False) == MODEL
+
+
 def test_released_sizes_give_the_flash_configuration():
   """The keys of a small case with the release's numbers in their place."""
   text = dict(CONFIG["text_config"])

@@ -19,8 +19,7 @@ from deepseek_jax.checkpoint.released_export import (
   write_shard,
 )
 from deepseek_jax.checkpoint.released_folder import open_released
-from deepseek_jax.checkpoint.released_index import index, release_tensors, shard_plan
-from deepseek_jax.checkpoint.released_parts import DrafterSizes, drafter_tensors
+from deepseek_jax.checkpoint.released_index import release_tensors, shard_plan
 from deepseek_jax.checkpoint.safetensors_file import (
   DTYPES,
   Header,
@@ -35,7 +34,6 @@ from deepseek_jax.sharding import make_mesh
 from deepseek_jax.storage_path import storage_path
 from train import convert, inspect
 from train.errors import Exit, UsageError
-from train.import_released import description
 from train.programs import build_programs
 from train.settings import settings_from_json
 
@@ -147,26 +145,6 @@ def test_training_starts_from_an_import(beginning):
     state, metrics = programs.step(state, placed)
   assert int(state.step) == 1 and int(metrics["skipped"]) == 0
   assert np.isfinite(float(metrics["loss"])) and float(metrics["grad_norm"]) > 0
-
-
-def test_tensors_of_the_drafter_are_known_counted_and_skipped(released):
-  values = json.loads((released / "config.json").read_text())
-  text = values["text_config"]
-  text.update(num_nextn_predict_layers=1, dspark_n_routed_experts=2, dspark_target_layer_ids=[4])
-  (released / "config.json").write_text(json.dumps(values))
-  own = index(drafter_tensors(DrafterSizes.from_config(values), released_config(values)))
-
-  def with_drafter(arrays):
-    for name, header in own.items():
-      arrays[name] = np.zeros(header.shape, DTYPES[header.dtype])
-
-  rewrite(released, with_drafter)
-  found = open_released(released)
-  assert found.skipped == {"drafter": len(own)}
-  assert not any(name.startswith("mtp.") for name in found.tensors)
-  assert description(found)[1] == (
-    f"{len(own)} tensors of the drafter are skipped; the model has no drafter yet."
-  )
 
 
 def test_every_tensor_that_is_missing_unknown_or_misshapen_is_named(released, tmp_path):

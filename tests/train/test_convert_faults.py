@@ -105,7 +105,8 @@ DAMAGES = {
   "lost file": (lambda f: shard(f).unlink(), "lacks model-00001-of-00001.safetensors, which"),
   "shapes": (text_config(hidden_size=96), "misshapen tensor embed.weight: (64, 64) does not fit"),
   "layers": (text_config(index_source_layer_ids=[1, 3]), "unused tensor layers.4.attn.indexer.w"),
-  "rows": (text_config(engram_num_embeddings=[250]), "engram.table_rows is (250,), but the primes"),
+  "rows": (text_config(engram_num_embeddings=[250]), "engram.embed.weight: (252, 32) does not fit"),
+  "primes": (text_config(engram_vocab_size=3), "engram.table_rows is (252,), but"),
   "key": (lambda f: edit_json(f / "config.json", lambda v: v["text_config"].pop("hc_mult")),
           "config.json lacks the key 'hc_mult'"),
   "dtype": (unknown_dtype, "has dtype F8_E5M2, known are ['BF16', 'BOOL', 'F32', 'F8_E4M3'"),
@@ -170,6 +171,20 @@ def test_a_disk_that_fills_up_leaves_nothing_and_destroys_nothing(
   assert fingerprint(converted) == before
 
 
+@pytest.mark.parametrize(
+  ("source", "format"), [("run", TO_RELEASED), ("released", TO_CHECKPOINT)], ids=["out", "in"]
+)
+def test_where_nothing_can_be_written_it_is_said_before_anything_is_read(
+  converted, tmp_path, source, format
+):
+  (tmp_path / "file").touch()
+  for output in (tmp_path / "file" / "made", pathlib.Path("/proc/made")):
+    with pytest.raises(UsageError) as error:
+      run(converted / source, output, *format)
+    (problem,) = error.value.problems
+    assert problem.startswith((f"{output}.partial cannot be written: ", "/proc has 0 bytes free"))
+
+
 def test_an_export_that_does_not_fit_is_refused_before_it_starts(converted, tmp_path, monkeypatch):
   usage = shutil.disk_usage(tmp_path)._replace(free=1000)
   monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -205,6 +220,10 @@ def test_weights_that_are_not_finite_do_not_go_out(converted, tmp_path, capsys):
     (("--checkpoint", "/nowhere", "--output", "/tmp", "--format", "checkpoint"),
      ["--checkpoint /nowhere is not a folder.",
       "--output /tmp exists; name a folder that does not."]),
+    (("--checkpoint", "s3://a", "--output", "gs://c", "--format", "checkpoint"),
+     ["--checkpoint s3://a must be a local folder.", "--output gs://c must be a local folder."]),
+    (("--checkpoint", "X", "--output", "Y", "--format", "checkpoint", "--carry-from", "none"),
+     ["--carry-from goes with --format released."]),
   ],
 )  # fmt: skip
 def test_every_problem_of_the_arguments_is_told_at_once(arguments, problems):
