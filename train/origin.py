@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from deepseek_jax.checkpoint import CheckpointError, restore_step
 from deepseek_jax.step import TrainState
-from deepseek_jax.storage_path import storage_path, write_atomically
+from deepseek_jax.storage_path import StoragePath, storage_path, write_atomically
 from train.errors import UsageError
 from train.processes import say
 from train.programs import Programs
@@ -95,13 +95,7 @@ def first_state(origin: Origin, programs: Programs, settings: Any, tokenizer: st
 
 def _check_same(verb: str, given: str | None, folder: RunFolder) -> None:
   """Raises UsageError unless the run in the folder is one of the verb, from `given` if any."""
-  path = folder.path / FILE
-  try:
-    begun = json.loads(path.read_text(encoding="utf-8"))
-  except FileNotFoundError:
-    begun = {"verb": PRETRAIN, "init": None, "checkpoint": None}
-  except (OSError, ValueError) as error:
-    raise UsageError([f"{path} cannot be read ({error})."]) from error
+  begun = _begun(folder.path)
   began_as, *begun_from = (begun[name] for name in ("verb", "init", "checkpoint"))
   if began_as != verb:
     raise UsageError(
@@ -114,3 +108,19 @@ def _check_same(verb: str, given: str | None, folder: RunFolder) -> None:
         "or use another --workdir."
       ]
     )
+
+
+def checkpoint_of(stored: StoredStep) -> str | None:
+  """Path of the step that the run of a step began from; None for random weights."""
+  return _begun(stored.path.parent.parent)["checkpoint"]
+
+
+def _begun(folder: StoragePath) -> dict[str, str | None]:
+  """What `remember` wrote into a run folder. Raises UsageError."""
+  path = folder / FILE
+  try:
+    return json.loads(path.read_text(encoding="utf-8"))
+  except FileNotFoundError:
+    return {"verb": PRETRAIN, "init": None, "checkpoint": None}
+  except (OSError, ValueError) as error:
+    raise UsageError([f"{path} cannot be read ({error})."]) from error

@@ -6,6 +6,7 @@
   python -m tests.bench step --config configs/small.py [--steps 30] [--profile DIR] [--json F]
   python -m tests.bench replay --config configs/small.py [--responses 4] [--steps 30] [--json F]
   python -m tests.bench convert --folder DIR [--gigabytes 3] [--json F]
+  python -m tests.bench paired_kl --aware RUN[,RUN] --plain RUN[,RUN] [--json F]
 
 `make bench` runs the first four; on a CPU with tiny sizes, which says only that they work. Prints
 a table and writes one JSON document: date, device, driver, jax version, what the device can do at
@@ -13,7 +14,8 @@ most (a bfloat16 matrix product and a copy, measured in the same run), and a rec
 implementation and shape. A case that fails or is refused leaves a record that says why. `schedule`
 needs no accelerator: it reports cycles of the TPU kernels from the compiler's final schedule.
 `step` measures the whole training step (tests/bench/step.py), `replay` what it saves with replay,
-`convert` the memory that conversion of a released checkpoint takes.
+`convert` the memory that conversion of a released checkpoint takes, `paired_kl` what fine-tuning
+with replay changes about how far a server's forward is from the exact one.
 """
 
 import argparse
@@ -47,7 +49,7 @@ _FOREIGN = {
 
 def main(arguments: list[str] | None = None) -> int:
   words = sys.argv[1:] if arguments is None else arguments
-  if words[:1] in (["step"], ["replay"], ["convert"]):
+  if words[:1] in (["step"], ["replay"], ["convert"], ["paired_kl"]):
     return importlib.import_module(f"tests.bench.{words[0]}").main(words[1:])
   parser = _parser()
   options = parser.parse_args(words)
