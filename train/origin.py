@@ -8,6 +8,7 @@ import json
 from typing import Any, NamedTuple
 
 from deepseek_jax.checkpoint import CheckpointError, restore_step
+from deepseek_jax.optim.low_rank import without_factors
 from deepseek_jax.step import TrainState
 from deepseek_jax.storage_path import StoragePath, storage_path, write_atomically
 from train.errors import UsageError
@@ -72,10 +73,9 @@ def first_state(origin: Origin, programs: Programs, settings: Any, tokenizer: st
   """
   stored, abstract = origin.stored, programs.abstract_state
   assert stored is not None
+  weights = without_factors(abstract.params)
   try:
-    found = restore_step(
-      stored.path, {"params": abstract.params, "router": abstract.balance}, verify=False
-    )
+    found = restore_step(stored.path, {"params": weights, "router": abstract.balance}, verify=False)
   except CheckpointError as error:
     raise UsageError([str(error)]) from error
   known = found.data.get("tokenizer")

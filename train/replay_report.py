@@ -38,7 +38,12 @@ class Match(NamedTuple):
 
 
 class ReplayReport(Validation):
-  """The first `validation.rows` rows of the validation split, exact and replayed."""
+  """The first `validation.rows` rows of the validation split, exact and replayed.
+
+  Before training as well: what it begins from may know nothing of replay.
+  """
+
+  before_training = True
 
   def __init__(self, settings: Settings, *args: Any) -> None:
     super().__init__(settings, *args)

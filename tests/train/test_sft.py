@@ -129,7 +129,7 @@ def test_the_first_loss_is_that_of_the_checkpoint(finished, pretrained, one_devi
     batch = next(open_training(given, row_group(given, mesh)))
     nats, targets = programs.evaluate(start["params"], start["router"], batch.layout)
     end = stored(workdir, STEPS, programs)
-  first, *_ = tuning.lines(workdir)
+  _, first, *_ = tuning.lines(workdir)
   assert first["nll"] == pytest.approx(float(nats / targets), rel=1e-5)
   assert first["loss_tokens"] == targets
   biases = [jax.tree.leaves(items["router"]) for items in (start, end)]
@@ -138,25 +138,37 @@ def test_the_first_loss_is_that_of_the_checkpoint(finished, pretrained, one_devi
 
 
 @pytest.mark.slow
+def test_a_line_before_step_1_has_the_reports_alone(finished, tuning):
+  before, *steps = tuning.lines(finished[0])
+  assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+  reports = {name for name in steps[-1] if name.startswith("validation_")}
+  assert set(before) == {"step", "tokens"} | reports
+  assert before["step"] == before["tokens"] == 0 and before[replay_report.KL] > 0
+
+
+@pytest.mark.slow
 def test_exact_and_replayed_steps_take_turns(finished, tuning):
-  lines = tuning.lines(finished[0])
+  lines = tuning.lines(finished[0])[1:]
   assert [line["replay_copies"] > 0 for line in lines] == [False, True, False, True]
 
 
 @pytest.mark.slow
-def test_reports_are_the_losses_of_both_layouts(finished, tuning, one_device):
+def test_reports_are_the_losses_of_both_layouts(finished, pretrained, tuning, one_device):
   """Each loss once more by itself, without any pairing of tokens."""
   workdir, command = finished
   given = command.settings
   mesh = make_mesh(given.mesh, one_device)
-  line = tuning.lines(workdir)[-1]
+  before, *_, line = tuning.lines(workdir)
   with jax.set_mesh(mesh):
     programs, group = build_programs(given, mesh), row_group(given, mesh)
-    end = stored(workdir, STEPS, programs)
-    for name, replayed in ((replay_report.EXACT, False), (replay_report.REPLAYED, True)):
-      batch = next(iter(open_held_out(given, group, replayed=replayed)))
-      nats, targets = programs.evaluate(end["params"], end["router"], batch.layout)
-      assert line[name] == pytest.approx(float(nats / targets), rel=1e-5)
+    for measured, at in (
+      (before, stored(pretrained, 3, programs)),
+      (line, stored(workdir, STEPS, programs)),
+    ):
+      for name, replayed in ((replay_report.EXACT, False), (replay_report.REPLAYED, True)):
+        batch = next(iter(open_held_out(given, group, replayed=replayed)))
+        nats, targets = programs.evaluate(at["params"], at["router"], batch.layout)
+        assert measured[name] == pytest.approx(float(nats / targets), rel=1e-5)
   gap = line[replay_report.REPLAYED] - line[replay_report.EXACT]
   assert line[replay_report.GAP] == pytest.approx(gap, abs=1e-6)
   assert line[replay_report.KL] > 0 and 0 < line[replay_report.TOP1] <= 1
@@ -246,7 +258,7 @@ def test_killed_at_any_step_it_ends_with_the_same_lines(finished, pretrained, tu
     assert code == Exit.DONE, output
     lines.append(tuning.lines(workdir))
   assert lines[0] == lines[1]
-  assert [line["replay_copies"] > 0 for line in lines[0]] == [False] * 2 + [True] * 4
+  assert [line["replay_copies"] > 0 for line in lines[0][1:]] == [False] * 2 + [True] * 4
 
 
 @pytest.mark.slow
@@ -255,11 +267,12 @@ def test_a_mesh_measures_the_same(finished, pretrained, tuning, tmp_path):
   mesh = {"mesh__fsdp": 2, "mesh__context": 2}
   command = tuning.command(tmp_path / "run", devices=4, **REPLAY, **mesh)
   assert pretrain(command._replace(init=str(pretrained)), jax.devices()[:4]) is Exit.DONE
-  one, four = (tuning.lines(folder)[-1] for folder in (finished[0], tmp_path / "run"))
-  names = [name for name in one if name.startswith("validation_")]
-  assert len(names) >= 10
-  for name in names:
-    assert four[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+  for step in (0, STEPS):
+    one, four = (tuning.lines(folder)[step] for folder in (finished[0], tmp_path / "run"))
+    names = [name for name in one if name.startswith("validation_")]
+    assert len(names) >= 10
+    for name in names:
+      assert four[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
 
 
 @pytest.mark.slow
