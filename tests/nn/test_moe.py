@@ -183,11 +183,9 @@ def test_fp4_experts_compute_like_ones_that_the_exporter_has_stored():
   )
   before = jax.tree.map(stored, variables)
   run = lambda cfg: jax.jit(with_gradients(apply_to_one_row(RoutedExperts(cfg))))
-  found, wanted = (
-    run(fp4)(variables, *arrays, random(3, X, 32)),
-    run(cfg)(before, *arrays, random(3, X, 32)),
-  )
-  plain = run(cfg)(variables, *arrays, random(3, X, 32))
-  for got, want, unrounded in zip(*map(jax.tree.leaves, (found, wanted, plain)), strict=True):
+  of_fp4 = run(fp4)(variables, *arrays, random(3, X, 32))
+  of_stored = run(cfg)(before, *arrays, random(3, X, 32))
+  for got, want in zip(*map(jax.tree.leaves, (of_fp4, of_stored)), strict=True):
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
-    assert np.abs(unrounded - want).max() > 1e-3 * np.abs(want).max()
+  for was, rounded in zip(*map(jax.tree.leaves, (variables, before)), strict=True):
+    assert np.abs(was - rounded).max() > 0.05 * np.abs(was).max()

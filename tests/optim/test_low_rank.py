@@ -112,9 +112,9 @@ def test_a_checkpoint_gives_back_what_was_merged(params):
   jax.tree.map(np.testing.assert_array_equal, low_rank.with_matrices(merged, base), params)
 
 
-@pytest.mark.parametrize("matrices", ["muon", "adamw"])
-def test_only_factors_train(params, matrices):
-  optim = dataclasses.replace(SETTINGS.optim, low_rank=CFG, matrices=matrices, warmup_steps=0)
+def test_only_factors_train(params):
+  params = {name: params[name] for name in ("embed", "layer_0")}
+  optim = dataclasses.replace(SETTINGS.optim, low_rank=CFG, matrices="muon", warmup_steps=0)
   optimizer = make_optimizer(optim, [Span(10, 1)], SETTINGS.model.engram)
 
   @jax.jit

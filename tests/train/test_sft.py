@@ -1,5 +1,6 @@
 """Fine-tuning from a checkpoint: what it starts from, which steps it takes, what it measures."""
 
+import dataclasses
 import json
 import shutil
 
@@ -10,15 +11,16 @@ import pytest
 from data.prepare.run import PrepareRequest, prepare
 from data.prepared import TOKENIZER
 from deepseek_jax.checkpoint import restore_step
+from deepseek_jax.optim import low_rank
 from deepseek_jax.sharding import make_mesh
 from tests.train.conftest import ROOT, VOCAB, Runs
-from train import checks, convert, replay_report, settings
+from train import checks, convert, generate, replay_report, settings
 from train.batches import open_held_out, open_training, row_group
 from train.errors import Exit, UsageError
 from train.loop import state_items
 from train.origin import UNSAID, Origin, first_state
 from train.pretrain import pretrain
-from train.programs import build_programs
+from train.programs import build_programs, loss_sums
 from train.settings import SFT
 from train.stored_step import find_step
 
@@ -33,6 +35,7 @@ REPLAY = {
   "optim__bias_speed": 0.0,
   "total_steps": STEPS,
 }
+LOW_RANK = {"optim__low_rank__rank": 2, "optim__low_rank__alpha": 4.0, "optim__peak_lr": 0.03}
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +99,23 @@ def finished(tuning, pretrained, one_device, tmp_path_factory):
   return workdir, command
 
 
+@pytest.fixture(scope="module")
+def changed(tuning, pretrained, one_device, tmp_path_factory):
+  """A run of the same steps that changes matrices by factors."""
+  workdir = tmp_path_factory.mktemp("changed") / "run"
+  command = tuning.command(workdir, **REPLAY, **LOW_RANK)._replace(init=str(pretrained))
+  assert pretrain(command, one_device) is Exit.DONE
+  return workdir, command
+
+
 def stored(workdir, step, programs):
   wanted = state_items(programs.abstract_state)
   return restore_step(workdir / "checkpoints" / str(step), wanted).items
+
+
+def plain_items(programs):
+  abstract = programs.abstract_state
+  return {"params": low_rank.without_factors(abstract.params), "router": abstract.balance}
 
 
 @pytest.mark.parametrize(
@@ -222,6 +239,22 @@ def test_a_checkpoint_must_be_named_and_be_there(tuning, one_device, tmp_path):
   assert not (tmp_path / "run" / "start.json").exists()
 
 
+def test_only_fine_tuning_changes_by_factors(folders, tuning, tmp_path):
+  with pytest.raises(UsageError, match="optim.low_rank.rank is 2, but factors change"):
+    Runs(folders[0]).command(tmp_path, **LOW_RANK)
+  wrong = {"optim__low_rank__rank": -1, "optim__low_rank__alpha": 0.0, "optim__low_rank__parts": ()}
+  with pytest.raises(UsageError) as refused:
+    tuning.command(tmp_path, **REPLAY, **wrong)
+  assert [problem.split()[0] for problem in refused.value.problems] == [
+    "optim.low_rank.rank",
+    "optim.low_rank.alpha",
+  ]
+  with pytest.raises(UsageError, match="optim.low_rank.parts is empty; name some of attention"):
+    tuning.command(tmp_path, **REPLAY, optim__low_rank__parts=())
+  with pytest.raises(UsageError, match="optim.low_rank.parts must be"):
+    tuning.command(tmp_path, **REPLAY, optim__low_rank__parts="router")
+
+
 def test_rows_must_suit_replay_even_where_no_step_has_it(folders, tuning, tmp_path):
   """Validation measures it."""
   small = REPLAY | {"data__replay__share": 0.0, "data__replay__decoder_slots": 8}
@@ -233,15 +266,20 @@ def test_rows_must_suit_replay_even_where_no_step_has_it(folders, tuning, tmp_pa
 
 
 @pytest.mark.slow
-def test_killed_at_any_step_it_ends_with_the_same_lines(finished, pretrained, tuning, tmp_path):
-  """Also when it starts again without --init; a switch begins half way."""
-  change = {"data.replay.share": 1.0, "model.numerics.main_fp4": True}
+@pytest.mark.parametrize("more", [{}, LOW_RANK], ids=["weights", "factors"])
+def test_killed_at_any_step_it_ends_with_the_same_lines(
+  more, finished, pretrained, tuning, tmp_path
+):
+  """Also when it starts again without --init; switches begin half way."""
+  switches = {"main_fp4": True, "experts_fp4": bool(more)}
+  change = {"data.replay.share": 1.0} | {f"model.numerics.{n}": on for n, on in switches.items()}
   late = [{"name": "served", "tokens": 2 * 4 * SLOTS, "changes": change}]
   changes = REPLAY | {
     "data__replay__share": 0.0,
     "stages": repr(late),
     "total_steps": 6,
     "checkpoint__every_steps": 1,
+    **more,
   }
   lines = []
   for name, kills in (("whole", ()), ("killed", (1, 3))):
@@ -262,17 +300,51 @@ def test_killed_at_any_step_it_ends_with_the_same_lines(finished, pretrained, tu
 
 
 @pytest.mark.slow
-def test_a_mesh_measures_the_same(finished, pretrained, tuning, tmp_path):
-  """Rows, slots and tokens of both layouts lie on several devices."""
-  mesh = {"mesh__fsdp": 2, "mesh__context": 2}
-  command = tuning.command(tmp_path / "run", devices=4, **REPLAY, **mesh)
+@pytest.mark.parametrize("kind", ["weights", "factors"])
+def test_a_mesh_measures_the_same(kind, finished, changed, pretrained, tuning, tmp_path):
+  """Rows, slots and tokens of both layouts lie on several devices; or experts and their factors."""
+  on_one, _ = finished if kind == "weights" else changed
+  mesh = {"mesh__fsdp": 2, "mesh__context" if kind == "weights" else "mesh__expert": 2}
+  more = {} if kind == "weights" else LOW_RANK
+  command = tuning.command(tmp_path / "run", devices=4, **REPLAY, **mesh, **more)
   assert pretrain(command._replace(init=str(pretrained)), jax.devices()[:4]) is Exit.DONE
   for step in (0, STEPS):
-    one, four = (tuning.lines(folder)[step] for folder in (finished[0], tmp_path / "run"))
+    one, four = (tuning.lines(folder)[step] for folder in (on_one, tmp_path / "run"))
     names = [name for name in one if name.startswith("validation_")]
     assert len(names) >= 10
     for name in names:
       assert four[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_factors_change_what_is_computed_and_no_weight(
+  changed, finished, pretrained, tuning, one_device
+):
+  workdir, command = changed
+  given = command.settings
+  lines, of_weights = tuning.lines(workdir), tuning.lines(finished[0])
+  assert lines[0] == of_weights[0] and lines[1]["nll"] == pytest.approx(of_weights[1]["nll"], 1e-6)
+  assert lines[-1][replay_report.EXACT] < lines[0][replay_report.EXACT] - 1e-3
+  assert set(n for n in lines[1] if n.startswith("update_norm_")) > {"update_norm_low_rank"}
+  assert lines[1]["update_norm_low_rank"] > 0 == lines[1]["update_norm_experts"]
+  with jax.set_mesh(mesh := make_mesh(given.mesh, one_device)):
+    programs = build_programs(given, mesh)
+    start = find_step("--init", str(pretrained))
+    before = restore_step(start.path, plain_items(programs)).items["params"]
+    state = stored(workdir, STEPS, programs)
+    assert set(state) == {"params", "base", "low_rank", "optimizer", "router"}
+    jax.tree.map(
+      np.testing.assert_array_equal, low_rank.with_matrices(state["params"], state["base"]), before
+    )
+    batch = next(iter(open_held_out(given, row_group(given, mesh)))).layout
+    # What is read without a word of factors, by the configuration of the run that was changed.
+    alone = generate.restore(workdir / "checkpoints" / str(STEPS), given, mesh)
+    plain = dataclasses.replace(
+      start.settings.model, scan_layers=False, numerics=given.model.numerics
+    )
+    evaluate = jax.jit(loss_sums(dataclasses.replace(start.settings, model=plain)))
+    nats, targets = evaluate(alone["params"], alone["balance"], batch)
+  assert lines[-1][replay_report.EXACT] == pytest.approx(float(nats / targets), rel=1e-6)
 
 
 @pytest.mark.slow
