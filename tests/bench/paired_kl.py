@@ -28,6 +28,7 @@ from rich.table import Table
 
 from deepseek_jax.checkpoint import CheckpointError, restore_step
 from deepseek_jax.layout import Layout
+from deepseek_jax.optim.low_rank import without_factors
 from deepseek_jax.sharding import make_mesh
 from train import origin
 from train import settings as command_line
@@ -145,7 +146,7 @@ def measured(pair: Pair, mesh: Mesh, compare: Callable) -> dict[str, Any]:
 def _responses(stored: StoredStep, mesh: Mesh, compare: Callable) -> Responses:
   settings = stored.settings
   abstract = build_programs(settings, mesh).abstract_state
-  items = {"params": abstract.params, "router": abstract.balance}
+  items = {"params": without_factors(abstract.params), "router": abstract.balance}
   found = restore_step(stored.path, items, verify=False).items
   group = row_group(settings, mesh)
   place = placer(mesh, group)

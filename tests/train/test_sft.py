@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from data.prepare.run import PrepareRequest, prepare
-from data.prepared import TOKENIZER
+from data.prepared import TOKENIZER, load_prepared
 from deepseek_jax.checkpoint import restore_step
 from deepseek_jax.optim import low_rank
 from deepseek_jax.sharding import make_mesh
+from tests.bench import paired_kl
 from tests.train.conftest import ROOT, VOCAB, Runs
 from train import checks, convert, generate, replay_report, settings
 from train.batches import open_held_out, open_training, row_group
@@ -368,3 +369,24 @@ def test_it_starts_from_what_was_imported(pretrained, tuning, one_device, tmp_pa
     jax.tree.leaves(state.params), jax.tree.leaves(before["params"]), strict=True
   ):
     assert np.asarray(new) == pytest.approx(np.asarray(old), rel=2**-8)
+
+
+@pytest.mark.slow
+def test_runs_are_compared_response_by_response(changed, finished, tmp_path, capsys):
+  """With a twin that is said to have had no replay: all its responses are the same."""
+  workdir, command = changed
+  twin = shutil.copytree(workdir, tmp_path / "twin")
+  config = json.loads((twin / "config.json").read_text())
+  config["data"]["replay"]["share"] = 0.0
+  (twin / "config.json").write_text(json.dumps(config))
+  words = ["--aware", str(workdir), "--json", str(tmp_path / "found.json"), "--plain"]
+  assert paired_kl.main([*words, str(twin)]) == Exit.DONE
+  (found,) = json.loads((tmp_path / "found.json").read_text())["pairs"]
+  chats = load_prepared(command.settings.data.paths[0]).validation.documents
+  assert (found["responses"], found["conversations"]) == (2 * chats, chats)
+  assert found["difference"] == {"mean": 0, "low": 0, "high": 0}
+  assert found["aware"]["kl"] > 0 and found["aware"]["kl"] == found["plain"]["kl"]
+  capsys.readouterr()
+  assert paired_kl.main([*words, str(finished[0])]) == Exit.USAGE
+  said = capsys.readouterr().err
+  assert "have data.replay.share [0.5, 0.5]" in said and "must be the same checkpoint" in said
