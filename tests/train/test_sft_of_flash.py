@@ -1,6 +1,4 @@
-"""Fine-tuning of the release's sizes by shapes alone: its steps trace, and its state fits where it is
-meant to run.
-"""
+"""Fine-tuning of the release's sizes by shapes alone: its steps trace, and its state fits."""
 
 import dataclasses
 import math
@@ -56,8 +54,8 @@ def test_both_kinds_of_steps_trace_with_factors(mesh):
 
 @pytest.mark.slow
 def test_the_state_fits(mesh):
-  """Beside parameters and moments there are gradients, of a piece and added up; with factors the sum
-  that the model sees and its gradient.
+  """Beside parameters and moments there are gradients, of a piece and added up; with factors what
+  the model sees and its gradient.
   """
   assert math.prod(dataclasses.astuple(FLASH.mesh)) == CHIPS
   for settings in (ON_ONE, with_factors(16)):
