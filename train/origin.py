@@ -37,9 +37,17 @@ class Origin(NamedTuple):
 def find_origin(command: CommandLine, folder: RunFolder, step: int) -> Origin:
   """Where the run starts, or started if it has taken steps.
 
-  Raises: UsageError for --init that is missing, no checkpoint, or not that of the run; and for a
-    folder that another verb has begun.
+  Raises: UsageError for --init that is missing, no checkpoint, or not that of the run; for a folder
+    that another verb has begun; and for factors without weights to begin from.
   """
+  rank = command.settings.optim.low_rank.rank
+  if rank and command.verb == PRETRAIN:
+    raise UsageError(
+      [
+        f"optim.low_rank.rank is {rank}, but factors change weights that are trained already; "
+        f"{PRETRAIN} takes 0, which trains the weights."
+      ]
+    )
   given = None if command.init is None else str(storage_path(command.init).absolute())
   if step:
     _check_same(command.verb, given, folder)

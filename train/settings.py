@@ -68,11 +68,6 @@ def parse(
     problems += checks.problems(
       settings, devices=devices, slices=slices, measures_replay=verb == SFT
     )
-    if verb == PRETRAIN and settings.optim.low_rank.rank:
-      problems.append(
-        f"optim.low_rank.rank is {settings.optim.low_rank.rank}, but factors change weights that "
-        f"are trained already; {verb} takes 0, which trains the weights."
-      )
   if settings is None or problems:
     raise UsageError(problems)
   return CommandLine(

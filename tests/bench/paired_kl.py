@@ -83,7 +83,7 @@ def main(words: list[str]) -> int:
   }
   if path:
     path.write_text(json.dumps(document, indent=1) + "\n")
-  Console(width=max(Console().width, 120)).print(table(records))
+  Console(width=max(Console().width, 150)).print(table(records))
   return 0
 
 

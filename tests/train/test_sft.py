@@ -240,9 +240,10 @@ def test_a_checkpoint_must_be_named_and_be_there(tuning, one_device, tmp_path):
   assert not (tmp_path / "run" / "start.json").exists()
 
 
-def test_only_fine_tuning_changes_by_factors(folders, tuning, tmp_path):
+def test_only_fine_tuning_changes_by_factors(folders, tuning, one_device, tmp_path):
+  untrained = Runs(folders[0]).command(tmp_path / "run", **LOW_RANK)
   with pytest.raises(UsageError, match="optim.low_rank.rank is 2, but factors change"):
-    Runs(folders[0]).command(tmp_path, **LOW_RANK)
+    pretrain(untrained, one_device)
   wrong = {"optim__low_rank__rank": -1, "optim__low_rank__alpha": 0.0, "optim__low_rank__parts": ()}
   with pytest.raises(UsageError) as refused:
     tuning.command(tmp_path, **REPLAY, **wrong)
