@@ -14,6 +14,11 @@ A switch may begin later, by a stage; here replay with the second half of the st
   --config.data.replay.share=0 --config.stages="[{'name': 'replay', 'tokens': 40960, \
     'changes': {'data.replay.share': 0.5}}]"
 
+So may `model.numerics.experts_fp4`, with which routed experts compute as the release stores them.
+In place of all weights, changes of low rank train with
+
+  --config.optim.low_rank.rank=16 --config.optim.peak_lr=1e-4 --config.optim.final_lr=1e-5
+
 Hardware: 512 chips of v5p, never run; `tiny`: two CPU cores. Wall time of `tiny`: not yet measured.
 The report states that post-training has the pool, FP4 and replay, not its learning rate, batch and
 share of replay: those are ours.

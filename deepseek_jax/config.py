@@ -110,6 +110,7 @@ class NumericsConfig(Config):
   window_fp8: bool = True  # fake-quantize window entries to E4M3, a scale per 32 channels
   main_fp4: bool = False  # fake-quantize compressed entries to E2M1, an E4M3 scale per 16
   indexer_fp4: bool = False  # fake-quantize indexer queries and keys to E2M1, a scale per 32
+  experts_fp4: bool = False  # fake-quantize routed experts to E2M1, a scale per 32 inputs
   scores_bf16: bool = False  # round indexer scores where the released code does
   activations_fp8: bool = False  # fake-quantize inputs of linears that the release keeps in FP8
 
@@ -355,6 +356,8 @@ def _block_problems(c: ModelConfig) -> Iterator[str]:
   for name, width in inputs.items():
     if n.activations_fp8 and width % 32:
       yield f"model.numerics.activations_fp8 needs {name} to be a multiple of 32, got {width}."
+    if n.experts_fp4 and name in ("model.dim", "model.moe.hidden") and width % 32:
+      yield f"model.numerics.experts_fp4 needs {name} to be a multiple of 32, got {width}."
 
 
 def _engram_problems(c: ModelConfig) -> Iterator[str]:

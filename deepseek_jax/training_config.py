@@ -18,6 +18,15 @@ class ObjectiveConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LowRankConfig(Config):
+  """Changes of low rank in place of full fine-tuning (optim/low_rank.py)."""
+
+  rank: int = 0  # of a matrix's change; 0: the weights themselves train
+  alpha: float = 16.0  # the change is alpha / rank A B; ours
+  parts: tuple[Literal["attention", "experts", "shared"], ...] = ("attention", "experts", "shared")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig(Config):
   """Source of the defaults, where none is beside them: model.md sections 6.1 to 6.3."""
 
@@ -41,6 +50,7 @@ class OptimConfig(Config):
   clip_norm: float = 1.0  # of the global gradient; ours, the report states none
   bias_speed: float = 0.001  # router bias, per step (report 4.2)
   frozen: tuple[str, ...] = ()  # roles or parts of parameters that do not train (optim/frozen.py)
+  low_rank: LowRankConfig = LowRankConfig()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

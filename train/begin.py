@@ -25,7 +25,7 @@ from train import stages
 from train.batches import RowGroup, open_training, placer, row_group
 from train.errors import UsageError
 from train.evaluate_loss import Validation
-from train.loop import state_items
+from train.loop import params_of, state_items
 from train.origin import Origin, first_state
 from train.processes import say
 from train.programs import Programs, build_programs
@@ -136,7 +136,7 @@ def _restore(
   counter = lambda value: jax.device_put(np.int32(value), abstract.step.sharding)
   state = TrainState(
     step=counter(restored.step),
-    params=restored.items["params"],
+    params=params_of(restored.items),
     balance=restored.items["router"],
     opt_state=_going_on(restored.items["optimizer"], abstract.opt_state),
     skipped=counter(len(counts.skipped_batches)),

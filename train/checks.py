@@ -10,7 +10,7 @@ from deepseek_jax.ngram import hash_primes
 from deepseek_jax.optim import frozen, parts
 from deepseek_jax.optim.schedule import learning_rate
 from deepseek_jax.sharding import MESH_AXES, RULES, batch_pieces, mesh_problem
-from deepseek_jax.training_config import MeshConfig
+from deepseek_jax.training_config import LowRankConfig, MeshConfig
 from train import stages
 from train.errors import hint
 from train.keys import KEYS, flatten
@@ -42,6 +42,7 @@ NOT_NEGATIVE = (
   "optim.update_rms",
   "optim.weight_decay",
   "optim.bias_speed",
+  "optim.low_rank.rank",
   "checkpoint.keep_every",
   "validation.every_steps",
   "log.observed_queries",
@@ -51,6 +52,7 @@ NOT_NEGATIVE = (
 POSITIVE = (
   "model.init_std",
   "optim.clip_norm",
+  "optim.low_rank.alpha",
   "model.norm_eps",
   "model.hc_eps",
   "model.rope.theta",
@@ -240,6 +242,8 @@ def _optim_problems(settings: Settings) -> Iterator[str]:
     if name not in frozen.names():
       near = hint(name, frozen.names(), ", ".join(parts.PARTS))
       yield f"optim.frozen names {name!r}, which is no role or part of parameters; {near}."
+  if not optim.low_rank.parts:
+    yield f"optim.low_rank.parts is empty; name some of {', '.join(LowRankConfig().parts)}."
   if optim.final_lr > optim.peak_lr:
     yield f"optim.final_lr ({optim.final_lr}) must not exceed optim.peak_lr ({optim.peak_lr})."
 

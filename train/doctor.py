@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from deepseek_jax.optim.frozen import is_frozen
+from deepseek_jax.optim.frozen import frozen_names, is_frozen
 from deepseek_jax.optim.partition import role_of
 from deepseek_jax.sharding import make_mesh, slice_count
 from deepseek_jax.storage_path import RemotePath, StoragePath, storage_path, write_atomically
@@ -131,7 +131,7 @@ def _configuration(arguments: settings.Arguments) -> Iterator[Finding]:
     yield Finding("ok", f"mesh{where}", axes)
     with jax.set_mesh(mesh):
       names = unreached(stage.settings, mesh, [part.span for part in plan])
-    yield _gradients(names, stage.settings.optim.frozen, f"gradients{where}")
+    yield _gradients(names, frozen_names(stage.settings.optim), f"gradients{where}")
 
 
 def _gradients(names: Sequence[str], frozen: Sequence[str], subject: str) -> Finding:

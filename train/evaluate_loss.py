@@ -42,6 +42,8 @@ class Validation:
   Raises: ValueError if there is no validation split, DataError if its files are damaged.
   """
 
+  before_training = False  # whether the state that the run begins with is measured as well
+
   def __init__(
     self,
     settings: Settings,
@@ -131,7 +133,7 @@ def comparison(folder: StoragePath) -> list[str]:
     return [f"The metrics in {folder} cannot be read ({error})."]
   if not lines:
     return [f"{folder} holds no metrics of the run."]
-  last, seconds = lines[-1], sum(line["step_seconds"] for line in lines)
+  last, seconds = lines[-1], sum(line.get("step_seconds", 0) for line in lines)
   sentences = [
     f"{last['step']:,} steps, {last['tokens']:,} tokens, {last['tokens'] / seconds:,.0f} tokens/s."
   ]

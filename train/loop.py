@@ -20,7 +20,10 @@ from data.errors import DataError
 from data.pipeline import Batch, Pipeline
 from deepseek_jax.checkpoint import CheckpointError, Checkpoints
 from deepseek_jax.layout import Layout
+from deepseek_jax.optim import low_rank
+from deepseek_jax.optim.partition import LOW_RANK
 from deepseek_jax.step import TrainState
+from deepseek_jax.training_config import LowRankConfig
 from train import processes
 from train.errors import Exit
 from train.evaluate_loss import Validation
@@ -57,9 +60,13 @@ def train(run: Run, state: TrainState, first_step: int) -> Exit:
     state: after step first_step - 1; consumed.
     first_step: steps count from 1.
 
+  A validation that looks before training does so before step 1.
+
   Returns: Exit.DONE, or Exit.PREEMPTED after a request to stop before the run's last step.
   Raises: DataError, NotFinite, CheckpointError; the lines of the steps before are written.
   """
+  if first_step == 1 and run.validation is not None and run.validation.before_training:
+    run.writer.write(0, {"tokens": 0} | run.validation.measure(state))
   last, stopping = run.last_step, False
   in_flight: InFlight | None = None
   damaged: tuple[str, ...] = ()  # records, of all processes
@@ -97,8 +104,38 @@ def train(run: Run, state: TrainState, first_step: int) -> Exit:
 
 
 def state_items(state: TrainState) -> dict[str, Any]:
-  """The arrays of a checkpoint by item; the counters of a state are JSON beside them."""
-  return {"params": state.params, "optimizer": state.opt_state, "router": state.balance}
+  """The arrays of a state by item; its counters are JSON beside them.
+
+  Factors of low rank are an item of their own, and so are the matrices that they change.
+  """
+  items = {
+    "params": low_rank.without_factors(state.params),
+    "optimizer": state.opt_state,
+    "router": state.balance,
+  }
+  if LOW_RANK in state.params:
+    items |= {"base": low_rank.changed_matrices(state.params), LOW_RANK: state.params[LOW_RANK]}
+  return items
+
+
+def saved_items(state: TrainState, cfg: LowRankConfig) -> dict[str, Any]:
+  """Those of a checkpoint: its "params" are the weights that the model computes with, so that what
+  only computes with them need not know of factors.
+  """
+  items = state_items(state)
+  if LOW_RANK in state.params:
+    items["params"] = _merge(state.params, cfg)
+  return items
+
+
+def params_of(items: dict[str, Any]) -> Any:
+  """The parameters of a state, of the items of its checkpoint."""
+  if LOW_RANK not in items:
+    return items["params"]
+  return low_rank.with_matrices(items["params"], items["base"]) | {LOW_RANK: items[LOW_RANK]}
+
+
+_merge = jax.jit(low_rank.merged, static_argnums=1)
 
 
 def _next_batch(run: Run) -> tuple[Batch, float]:
@@ -145,7 +182,8 @@ def _write(
 def _save(run: Run, step: int, state: TrainState) -> None:
   counts = run.record.counts._asdict()
   run.writer.flush()
-  run.checkpoints.save(step, state_items(state), run.pipeline.state(), counts)
+  items = saved_items(state, run.settings.optim.low_rank)
+  run.checkpoints.save(step, items, run.pipeline.state(), counts)
 
 
 def _finish_saving(run: Run, step: int) -> None:

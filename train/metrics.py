@@ -2,6 +2,7 @@
 
 There is one JSON object a line and exactly one line per step, after restarts too: a run that
 resumes at step k first cuts the lines of later steps, and what a killed run left of its last line.
+A line of step 0 holds what was measured before training, where something was.
 JSON knows no NaN and no infinity; both are written as null.
 """
 
@@ -41,8 +42,8 @@ class MetricsWriter:
     progress: Progress | None = None,
   ) -> None:
     folder = storage_path(workdir)
-    self._last_step = resume_step
-    self._lines = open_lines(folder, resume_step)
+    self._last_step = resume_step or -1  # a start from the beginning measures step 0 again
+    self._lines = open_lines(folder, self._last_step)
     self._events = Events(folder, resume_step)
     self._progress = progress or Progress(
       first_step=resume_step, total_steps=total_steps, log_every=log_every

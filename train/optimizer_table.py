@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from configs.schema import Settings
-from deepseek_jax.optim.frozen import is_frozen
+from deepseek_jax.optim.frozen import frozen_names, is_frozen
 from deepseek_jax.optim.partition import rows, table
 
 
 def optimizer_table(params: Any, settings: Settings) -> str:
   """Aligned columns, one line for the parameters of a role; `params` are arrays or shapes."""
-  frozen = settings.optim.frozen
+  frozen = frozen_names(settings.optim)
   still = lambda row: row._replace(rule="frozen", count=0, matrix=None, lr=0.0, decay=0.0)
   every = rows(params, settings.optim, settings.model.engram)
   return aligned(table([still(row) if is_frozen(row.role, frozen) else row for row in every]))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from deepseek_jax.checkpoint import CheckpointError, restore_step
+from deepseek_jax.optim.low_rank import without_factors
 from deepseek_jax.step import TrainState
 from deepseek_jax.storage_path import StoragePath, storage_path, write_atomically
 from train.errors import UsageError
@@ -39,9 +40,17 @@ class Origin(NamedTuple):
 def find_origin(command: CommandLine, folder: RunFolder, step: int) -> Origin:
   """Where the run starts, or started if it has taken steps.
 
-  Raises: UsageError for --init that is missing, no checkpoint, or not that of the run; and for a
-    folder that another verb has begun.
+  Raises: UsageError for --init that is missing, no checkpoint, or not that of the run; for a folder
+    that another verb has begun; and for factors without weights to begin from.
   """
+  rank = command.settings.optim.low_rank.rank
+  if rank and command.verb == PRETRAIN:
+    raise UsageError(
+      [
+        f"optim.low_rank.rank is {rank}, but factors change weights that are trained already; "
+        f"{PRETRAIN} takes 0, which trains the weights."
+      ]
+    )
   given = None if command.init is None else str(storage_path(command.init).absolute())
   if step:
     _check_same(command.verb, given, folder)
@@ -110,10 +119,9 @@ def first_state(origin: Origin, programs: Programs, settings: Any, tokenizer: st
   """
   stored, abstract = origin.stored, programs.abstract_state
   assert stored is not None
+  weights = without_factors(abstract.params)
   try:
-    found = restore_step(
-      stored.path, {"params": abstract.params, "router": abstract.balance}, verify=False
-    )
+    found = restore_step(stored.path, {"params": weights, "router": abstract.balance}, verify=False)
   except CheckpointError as error:
     raise UsageError([str(error)]) from error
   known = found.data.get("tokenizer")
@@ -146,6 +154,11 @@ def _check_same(verb: str, given: str | None, folder: RunFolder) -> None:
         "or use another --workdir."
       ]
     )
+
+
+def checkpoint_of(stored: StoredStep) -> str | None:
+  """Path of the step that the run of a step began from; None for random weights."""
+  return _read(stored.path.parent.parent)["checkpoint"]
 
 
 def _read(run: StoragePath) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from deepseek_jax.nn.health import COLLECTION
 from deepseek_jax.objective.denominators import Denominators, count
 from deepseek_jax.objective.pretrain import make_loss_fn
 from deepseek_jax.ops.cross_entropy import linear_token_nll
-from deepseek_jax.optim.frozen import without_gradient
+from deepseek_jax.optim import low_rank
+from deepseek_jax.optim.frozen import frozen_names, without_gradient
 from deepseek_jax.optim.optimizer import like_parameters, make_optimizer
 from deepseek_jax.optim.schedule import Span, learning_rate
 from deepseek_jax.sharding import state_shardings
@@ -34,7 +35,7 @@ class Programs(NamedTuple):
   abstract_state: TrainState
   abstract_batch: Layout
   create: Any  # jitted, () -> state: random weights, the same on every mesh
-  start: Any  # jitted (params, balance) -> state that has taken no step; consumes them
+  start: Any  # jitted (weights, balance) -> state that has taken no step; consumes them
   step: Any  # jitted (state, batch) -> (state, metrics); consumes the state
   evaluate: Callable[[Any, Any, Layout], tuple[jax.Array, jax.Array]]  # see `loss_sums`
 
@@ -58,10 +59,12 @@ def build_programs(settings: Settings, mesh: Mesh, spans: Sequence[Span] | None 
     variables = nn.unbox(init(key, row))
     return start(variables["params"], variables["balance"])
 
-  def start(params: Any, balance: Any) -> TrainState:
+  def start(weights: Any, balance: Any) -> TrainState:
+    params = low_rank.with_factors(weights, settings.optim.low_rank, key)
     return init_state(params, balance, optimizer)
 
   boxed, shapes = jax.eval_shape(init, key, row), jax.eval_shape(create)
+  boxed |= {"params": low_rank.with_boxes(boxed["params"], settings.optim.low_rank)}
   shardings = _shardings(boxed, shapes, mesh)
   step = make_train_step(
     training_loss(settings),
@@ -84,14 +87,15 @@ def build_programs(settings: Settings, mesh: Mesh, spans: Sequence[Span] | None 
 
 def parameter_shapes(settings: Settings) -> Any:
   """Shapes of the parameters, without a mesh."""
-  init = lambda: nn.unbox(_trained_model(settings).init(jax.random.key(0), empty_row(settings)))
-  return jax.eval_shape(init)["params"]
+  key = jax.random.key(0)
+  weights = lambda: nn.unbox(_trained_model(settings).init(key, empty_row(settings)))["params"]
+  return jax.eval_shape(lambda: low_rank.with_factors(weights(), settings.optim.low_rank, key))
 
 
 def training_loss(settings: Settings) -> LossFn:
   """The loss that a step follows, with its metrics, as LossFn describes.
 
-  Parameters that are frozen have a gradient of exactly 0.
+  Parameters that are frozen have a gradient of exactly 0; weights with factors are merged first.
   """
   numerics, queries = settings.model.numerics, settings.log.observed_queries
   model = _trained_model(settings, queries)
@@ -102,18 +106,27 @@ def training_loss(settings: Settings) -> LossFn:
 
   watched = apply if queries else _apply(model)
   of_all = make_loss_fn(watched, settings.objective, numerics.compute_dtype)
-  frozen = settings.optim.frozen
+  optim = settings.optim
 
   def loss_fn(params: Any, balance: Any, layout: Layout, denominators: Denominators):
-    return of_all(without_gradient(params, frozen), balance, layout, denominators)
+    weights = low_rank.merged(without_gradient(params, frozen_names(optim)), optim.low_rank)
+    return of_all(weights, balance, layout, denominators)
 
   return loss_fn
 
 
 def hidden_states(settings: Settings) -> Callable[[Any, Any, Layout], ModelOutput]:
-  """(params, balance, layout) -> output of the model without losses of its layers."""
+  """(params, balance, layout) -> output of the model without losses of its layers.
+
+  Takes weights, and weights with factors.
+  """
   apply = _apply(Model(settings.model))
-  return lambda params, balance, layout: apply({"params": params, "balance": balance}, layout)
+
+  def run(params: Any, balance: Any, layout: Layout) -> ModelOutput:
+    weights = low_rank.merged(params, settings.optim.low_rank)
+    return apply({"params": weights, "balance": balance}, layout)
+
+  return run
 
 
 def loss_sums(settings: Settings) -> Callable:

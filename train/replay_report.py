@@ -17,7 +17,7 @@ import numpy as np
 from configs.schema import Settings
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.layout import Array, Layout
-from deepseek_jax.ops.agreement import token_agreement
+from deepseek_jax.ops.agreement import Agreement, token_agreement
 from deepseek_jax.ops.table_lookup import start_rows
 from deepseek_jax.step import TrainState
 from train.batches import open_held_out
@@ -38,7 +38,12 @@ class Match(NamedTuple):
 
 
 class ReplayReport(Validation):
-  """The first `validation.rows` rows of the validation split, exact and replayed."""
+  """The first `validation.rows` rows of the validation split, exact and replayed.
+
+  Before training as well: what it begins from may know nothing of replay.
+  """
+
+  before_training = True
 
   def __init__(self, settings: Settings, *args: Any) -> None:
     super().__init__(settings, *args)
@@ -98,15 +103,15 @@ def match_slots(exact: Layout, replayed: Layout) -> Match:
   return Match(slot_BT, bucket_BT)
 
 
-def _comparison(settings: Settings) -> Callable:
-  """(params, balance, exact, replayed, match) -> float32 [K, 5]: of the learned tokens of each
-  bucket their loss weight, and weighted sums of what `Agreement` has of them.
+def paired_agreement(settings: Settings) -> Callable[..., Agreement]:
+  """(params, balance, exact, replayed, match) -> what the two forwards of the same rows make of
+  each decoder slot of `replayed`: p is the exact one. Only learned tokens are paired.
   """
   hidden = hidden_states(settings)
 
   def compare(params: Any, balance: Any, exact: Layout, replayed: Layout, match: Match):
     p, q = hidden(params, balance, exact), hidden(params, balance, replayed)
-    agreement = token_agreement(
+    return token_agreement(
       start_rows(p.hidden_BTD, match.slot_BT),
       q.hidden_BTD,
       q.head_VD,
@@ -114,6 +119,18 @@ def _comparison(settings: Settings) -> Callable:
       chunk_tokens=settings.objective.vocab_chunk_tokens,
       compute_dtype=settings.model.numerics.compute_dtype,
     )
+
+  return compare
+
+
+def _comparison(settings: Settings) -> Callable:
+  """(params, balance, exact, replayed, match) -> float32 [K, 5]: of the learned tokens of each
+  bucket their loss weight, and weighted sums of what `Agreement` has of them.
+  """
+  agree = paired_agreement(settings)
+
+  def compare(params: Any, balance: Any, exact: Layout, replayed: Layout, match: Match):
+    agreement = agree(params, balance, exact, replayed, match)
     values_BT5 = jnp.stack([jnp.ones_like(replayed.weights), *agreement], axis=-1)
     in_bucket_BTK = jax.nn.one_hot(match.bucket_BT, len(BUCKETS)) * replayed.weights[..., None]
     high = jax.lax.Precision.HIGHEST

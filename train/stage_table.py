@@ -40,7 +40,7 @@ HEADINGS = Row(
   "indexer loss",
   "replay",
   "pool",
-  "entries / window / indexer",
+  "entries / window / indexer / experts",
   "router bias",
   "frozen",
 )
@@ -91,6 +91,7 @@ def _row(plan: Sequence[RunStage], stage: RunStage) -> Row:
     either(numerics.main_fp4, "FP4"),
     either(numerics.window_fp8, "FP8"),
     either(numerics.indexer_fp4, "FP4"),
+    either(numerics.experts_fp4, "FP4"),
   )
   weight = "" if objective.indexer == "off" else f" x {objective.indexer_weight:g}"
   return Row(

@@ -35,6 +35,7 @@ CHANGEABLE = (
   "model.numerics.main_fp4",
   "model.numerics.window_fp8",
   "model.numerics.indexer_fp4",
+  "model.numerics.experts_fp4",
 )
 
 

@@ -11,7 +11,7 @@ from flax import linen as nn
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import parameters
 from deepseek_jax.nn.health import report
-from deepseek_jax.nn.linear import fp8_input
+from deepseek_jax.nn.linear import fp4_expert, fp8_input
 from deepseek_jax.ops import expert_exchange, router
 from deepseek_jax.ops.matmul import dot, exact_dot
 from deepseek_jax.types import Slots, Tap, no_tap
@@ -52,11 +52,15 @@ class RoutedExperts(nn.Module):
   def __call__(self, x_BQD: jax.Array, expert_BQk: jax.Array, weight_BQk: jax.Array):
     """Returns [B, Q, D] float32 and the rounds in which tokens travelled, float32 []."""
     cfg, moe = self.cfg, self.cfg.moe
-    matrix = parameters.normal(cfg.init_std)
     axes_in, axes_out = ("experts", "embed", "mlp"), ("experts", "mlp", "embed")
-    w1_EDF = parameters.declare(self, "w1", matrix, (moe.experts, cfg.dim, moe.hidden), axes_in)
-    w3_EDF = parameters.declare(self, "w3", matrix, (moe.experts, cfg.dim, moe.hidden), axes_in)
-    w2_EFD = parameters.declare(self, "w2", matrix, (moe.experts, moe.hidden, cfg.dim), axes_out)
+
+    def matrix(name: str, inputs: int, outputs: int, axes: tuple[str, ...]) -> jax.Array:
+      start, shape = parameters.normal(cfg.init_std), (moe.experts, inputs, outputs)
+      return fp4_expert(parameters.declare(self, name, start, shape, axes), cfg.numerics)
+
+    w1_EDF = matrix("w1", cfg.dim, moe.hidden, axes_in)
+    w3_EDF = matrix("w3", cfg.dim, moe.hidden, axes_in)
+    w2_EFD = matrix("w2", moe.hidden, cfg.dim, axes_out)
 
     def feed_forward(multiply, x_PD, weight_P, w1_EDF, w3_EDF, w2_EFD):
       x_PD, dtype = fp8_input(x_PD, cfg.numerics), x_PD.dtype

@@ -14,7 +14,7 @@ E2M1_MAX = 6.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def _exponent(x: jax.Array) -> jax.Array:
+def exponent(x: jax.Array) -> jax.Array:
   """floor(log2 |x|) of normal float32 values, from the bits."""
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   return ((bits >> 23) & 0xFF) - 127
@@ -27,7 +27,7 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 
 def _round(x: jax.Array, mantissa_bits: int, min_exponent: int, largest: float) -> jax.Array:
   x = jnp.clip(x.astype(jnp.float32), -largest, largest)
-  step = power_of_two(jnp.maximum(_exponent(x), min_exponent) - mantissa_bits)
+  step = power_of_two(jnp.maximum(exponent(x), min_exponent) - mantissa_bits)
   return jnp.round(x / step) * step  # both exact: step is a power of two
 
 
@@ -59,7 +59,7 @@ def quotient_e2m1(x: jax.Array, scale: jax.Array) -> jax.Array:
 def quotient_e4m3(x: jax.Array, divisor: float) -> jax.Array:
   """round_e4m3(x / divisor) for x >= 0 and a divisor of few bits, exact for the same reason."""
   near = jnp.minimum(x * jnp.float32(1 / divisor), E4M3_MAX)
-  step = power_of_two(jnp.maximum(_exponent(near), -6) - 3)
+  step = power_of_two(jnp.maximum(exponent(near), -6) - 3)
   low = jnp.floor(near / step)
   middle = (low + 0.5) * step * divisor
   up = (x > middle) | ((x == middle) & (low % 2 == 1))
@@ -70,7 +70,7 @@ def ceil_power_of_two(x: jax.Array) -> jax.Array:
   """Smallest power of two >= x > 0, from the bits: exact powers stay as they are."""
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
   bump = ((bits & 0x7FFFFF) != 0).astype(jnp.int32)
-  return power_of_two(_exponent(x.astype(jnp.float32)) + bump)
+  return power_of_two(exponent(x.astype(jnp.float32)) + bump)
 
 
 def encode_e4m3(values: jax.Array) -> jax.Array:
@@ -84,7 +84,7 @@ def decode_e4m3(codes: jax.Array) -> jax.Array:
 
 def encode_e8m0(scales: jax.Array) -> jax.Array:
   """Bytes e of scales 2^(e - 127)."""
-  return (_exponent(scales) + 127).astype(jnp.uint8)
+  return (exponent(scales) + 127).astype(jnp.uint8)
 
 
 def decode_e8m0(codes: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Block quantizers of activations and KV entries, and their straight-through fake versions.
+"""Block quantizers of activations, KV entries and experts, and their straight-through versions.
 
 A quantizer takes [..., d] and returns float32 values of the small format [..., d] with their
 scales [..., d / block]; value * scale is what a reader of the cache sees.
@@ -17,7 +17,7 @@ _FP8_FLOOR = 1e-4
 _INDEXER_FLOOR = 6 * 2.0**-126
 _MAIN_FLOOR = 6 * 2.0**-9
 
-FP8_BLOCK, INDEXER_BLOCK, MAIN_BLOCK = 32, 32, 16
+FP8_BLOCK, INDEXER_BLOCK, MAIN_BLOCK, EXPERT_BLOCK = 32, 32, 16, 32
 
 
 def _split(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
@@ -51,6 +51,17 @@ def quantize_main(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   return formats.quotient_e2m1(blocks, scale[..., None]).reshape(x.shape), scale
 
 
+def quantize_expert(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """E2M1 with the smallest power-of-two scale that reaches 32 weights: experts as they are stored.
+
+  The same to the bit as checkpoint/released_formats.py, for weights of at least 2^-120 or 0.
+  """
+  blocks, largest = _split(w, EXPERT_BLOCK)
+  low = formats.power_of_two(jnp.maximum(formats.exponent(largest) - 2, -126))
+  scale = jnp.where(low * formats.E2M1_MAX < largest, 2 * low, low)  # exact, unlike a quotient
+  return formats.round_e2m1(blocks / scale[..., None]).reshape(w.shape), scale
+
+
 def dequantize(values: jax.Array, scale: jax.Array) -> jax.Array:
   """[..., d] values times their block's scale, float32."""
   block = values.shape[-1] // scale.shape[-1]
@@ -71,3 +82,9 @@ def _straight_through(quantizer: Callable) -> Callable:
 fake_fp8 = _straight_through(quantize_fp8)
 fake_indexer = _straight_through(quantize_indexer)
 fake_main = _straight_through(quantize_main)
+_fake_expert_rows = _straight_through(quantize_expert)
+
+
+def fake_expert(w_EIO: jax.Array) -> jax.Array:
+  """[experts, inputs, outputs], in blocks of inputs: what a reader of the stored weights sees."""
+  return jnp.swapaxes(_fake_expert_rows(jnp.swapaxes(w_EIO, -1, -2)), -1, -2)

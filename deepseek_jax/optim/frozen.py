@@ -5,13 +5,20 @@ from typing import Any
 
 import jax
 
-from deepseek_jax.optim.partition import fixed_rules, role
+from deepseek_jax.optim.partition import LOW_RANK, fixed_rules, role
 from deepseek_jax.optim.parts import PARTS, part
+from deepseek_jax.training_config import OptimConfig
 
 
 def names() -> tuple[str, ...]:
   """What may be frozen: parts ("indexer") and roles inside a layer ("attn/indexer/wk")."""
   return *PARTS, *fixed_rules()
+
+
+def frozen_names(cfg: OptimConfig) -> tuple[str, ...]:
+  """What does not train: parts and roles that cfg names; with low_rank all that is no factor."""
+  weights = tuple(part for part in PARTS if part != LOW_RANK) if cfg.low_rank.rank else ()
+  return *cfg.frozen, *weights
 
 
 def is_frozen(key: str, frozen: Sequence[str]) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from deepseek_jax.config import EngramConfig
-from deepseek_jax.optim.frozen import is_frozen
+from deepseek_jax.optim.frozen import frozen_names, is_frozen
 from deepseek_jax.optim.muon import scale_by_muon
 from deepseek_jax.optim.partition import (
   Group,
@@ -34,9 +34,9 @@ def make_optimizer(
 
   g <- g min(1, clip_norm / |g|);  w <- w - lr factor (direction(g) + decay w)
 
-  State is float32; the name of an array in it ends with the name of its parameter. What cfg.frozen
-  names does not move and has no state; its gradient should be 0 (frozen.without_gradient), for it
-  counts in |g| like any other.
+  State is float32; the name of an array in it ends with the name of its parameter. What is in
+  frozen.frozen_names does not move and has no state; its gradient should be 0
+  (frozen.without_gradient), for it counts in |g| like any other.
 
   Args:
     cfg: which rules, and their numbers.
@@ -45,9 +45,10 @@ def make_optimizer(
 
   Raises: ValueError, on init, for a parameter that no group is known for.
   """
+  still = frozen_names(cfg)
 
   def label(path: tuple[Any, ...], group: Group) -> str:
-    return _FROZEN if is_frozen(role(path), cfg.frozen) else group.value
+    return _FROZEN if is_frozen(role(path), still) else group.value
 
   rules: dict[Hashable, optax.GradientTransformation] = {_FROZEN: optax.set_to_zero()}
   rules |= {group.value: _group_rule(group, cfg, engram) for group in Group}

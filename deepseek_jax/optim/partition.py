@@ -22,7 +22,7 @@ class Group(enum.Enum):
   EMBEDDING = "embedding"  # Sinkhorn-balanced momentum, no decay
   TABLE = "table"  # the same with a higher learning rate: Engram tables
   GAIN = "gain"  # AdamW, weight decay: gains of norms
-  PLAIN = "plain"  # AdamW, no decay: biases, scales, sinks
+  PLAIN = "plain"  # AdamW, no decay: biases, scales, sinks, factors of low rank
 
 
 # Axes of the stored array from its end, so that the axis of repeated layers, in front, changes
@@ -57,6 +57,11 @@ _MATRICES = {
   "moe/shared/w3": _IN_OUT,
   "engram/wkv": _IN_OUT,
 }
+# Projections of attention and of experts, whose changes may have a low rank (low_rank.py), and what
+# their factors stand under.
+ADAPTABLE = tuple(k for k in _MATRICES if k.startswith(("attn/w", "moe/experts/", "moe/shared/")))
+LOW_RANK = "low_rank"
+_FACTORS = tuple(f"{LOW_RANK}/{key}/{factor}" for key in ADAPTABLE for factor in ("a", "b"))
 _ROWS = {"embed": Group.EMBEDDING, "head": Group.EMBEDDING, "engram/table": Group.TABLE}
 _GAINS = (
   "norm",
@@ -69,7 +74,7 @@ _GAINS = (
   "engram/q_weight",
   "engram/k_weight",
 )
-_PLAIN = ("attn/sink", "hc_attn/base", "hc_attn/scale", "hc_ffn/base", "hc_ffn/scale")
+_PLAIN = ("attn/sink", "hc_attn/base", "hc_attn/scale", "hc_ffn/base", "hc_ffn/scale", *_FACTORS)
 _GROUP = (
   dict.fromkeys(_MATRICES, Group.MATRIX)
   | _ROWS

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from deepseek_jax.optim.partition import role
+from deepseek_jax.optim.partition import LOW_RANK, role
 
 # Beginning of a parameter's role -> its part; the first that fits. Others are gains of a layer.
 _PARTS = {
+  LOW_RANK: LOW_RANK,
   "embed": "embed",
   "head": "head",
   "hc_": "hyper_connections",

@@ -7,6 +7,7 @@
   python -m tests.bench replay --config configs/small.py [--responses 4] [--steps 30] [--json F]
   python -m tests.bench decode --config configs/small.py [--contexts 4096,262144] [--json F]
   python -m tests.bench convert --folder DIR [--gigabytes 3] [--json F]
+  python -m tests.bench paired_kl --aware RUN[,RUN] --plain RUN[,RUN] [--json F]
 
 `make bench` runs the first four; on a CPU with tiny sizes, which says only that they work. Prints
 a table and writes one JSON document: date, device, driver, jax version, what the device can do at
@@ -15,7 +16,8 @@ implementation and shape. A case that fails or is refused leaves a record that s
 needs no accelerator: it reports cycles of the TPU kernels from the compiler's final schedule.
 `step` measures the whole training step (tests/bench/step.py), `replay` what it saves with replay,
 `decode` prefill and the tokens behind it, `convert` the memory that conversion of a released
-checkpoint takes.
+checkpoint takes, `paired_kl` what fine-tuning with replay changes about how far a server's forward
+is from the exact one.
 """
 
 import argparse
@@ -49,7 +51,7 @@ _FOREIGN = {
 
 def main(arguments: list[str] | None = None) -> int:
   words = sys.argv[1:] if arguments is None else arguments
-  if words[:1] in (["step"], ["replay"], ["decode"], ["convert"]):
+  if words[:1] in (["step"], ["replay"], ["decode"], ["convert"], ["paired_kl"]):
     return importlib.import_module(f"tests.bench.{words[0]}").main(words[1:])
   parser = _parser()
   options = parser.parse_args(words)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from deepseek_jax.checkpoint import released_formats
 from deepseek_jax.config import ModelConfig, MoeConfig, NumericsConfig
 from deepseek_jax.nn.moe import Moe, RoutedExperts
 from deepseek_jax.types import Slots
@@ -169,3 +170,22 @@ def test_products_see_activations_in_fp8_where_the_stage_says_so():
   coarse, _ = jax.jit(rounded.apply)(variables, *arrays)
   error = np.linalg.norm(coarse - exact) / np.linalg.norm(exact)
   assert 1e-3 < error < 0.1
+
+
+def test_fp4_experts_compute_like_ones_that_the_exporter_has_stored():
+  """In value; and in gradient, which passes through the rounding as if there were none."""
+  cfg = dataclasses.replace(CFG, dim=32, moe=dataclasses.replace(CFG.moe, hidden=32))
+  fp4 = dataclasses.replace(cfg, numerics=dataclasses.replace(cfg.numerics, experts_fp4=True))
+  arrays = (random(1, X, 32), jnp.asarray(LOADS["mixed"], jnp.int32), random(2, X, K))
+  variables = nn.unbox(RoutedExperts(cfg).init(jax.random.key(0), *one_row(*arrays)))
+  stored = lambda w: np.stack(
+    [released_formats.decode(*released_formats.encode(w_IO.T, "fp4")).T for w_IO in np.asarray(w)]
+  )
+  before = jax.tree.map(stored, variables)
+  run = lambda cfg: jax.jit(with_gradients(apply_to_one_row(RoutedExperts(cfg))))
+  of_fp4 = run(fp4)(variables, *arrays, random(3, X, 32))
+  of_stored = run(cfg)(before, *arrays, random(3, X, 32))
+  for got, want in zip(*map(jax.tree.leaves, (of_fp4, of_stored)), strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
+  for was, rounded in zip(*map(jax.tree.leaves, (variables, before)), strict=True):
+    assert np.abs(was - rounded).max() > 0.05 * np.abs(was).max()

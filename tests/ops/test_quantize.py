@@ -1,4 +1,6 @@
-"""The three quantizers against recorded bytes, and their fake versions' values and gradients."""
+"""Quantizers against recorded bytes or the exporter's, and their fake versions' values and
+gradients.
+"""
 
 import pathlib
 
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from deepseek_jax.checkpoint import released_formats
 from deepseek_jax.checkpoint.safetensors_file import read_safetensors
 from deepseek_jax.ops import number_formats as formats
 from deepseek_jax.ops import quantize
@@ -102,3 +105,34 @@ def test_a_compiled_program_quantizes_the_bfloat16_number_that_it_says(name):
   x, y = jax.random.normal(jax.random.key(1), (2, 64, 512), jnp.bfloat16)
   of_product = lambda x, y: fake(x * y)
   np.testing.assert_array_equal(jax.jit(of_product)(x, y), of_product(x, y))
+
+
+def expert_weights():
+  """[E, in, out] of many magnitudes, with zeros, and with largest values at and beside 6 x 2^k."""
+  random = np.random.default_rng(0)
+  w_EIO = random.normal(size=(3, 96, 40)) * 2.0 ** random.integers(-30, 8, size=(3, 96, 40))
+  w_EIO[0, :32, 0] = 0
+  for column, factor in enumerate((1.0, 1 + 2.0**-22, 1 - 2.0**-22, 0.5, 1.5), 1):
+    w_EIO[1, 32:64, column] = np.linspace(-0.9, 0.9, 32) * 6 * 2.0**-5
+    w_EIO[1, 40, column] = 6 * 2.0**-5 * factor
+  w_EIO[2, :32, 7] = np.repeat([2.5, 3.5, 5.0, 0.25, 1.25, 1.75, 0.75, 6.0], 4)  # ties
+  return np.float32(w_EIO)
+
+
+@both_ways
+def test_experts_are_what_the_exporter_stores(run):
+  w_EIO = expert_weights()
+  got_EIO = np.asarray(run(quantize.fake_expert)(jnp.asarray(w_EIO)))
+  for got, w in zip(got_EIO, w_EIO, strict=True):
+    np.testing.assert_array_equal(
+      got.T, released_formats.decode(*released_formats.encode(w.T, "fp4"))
+    )
+  assert np.mean(got_EIO != w_EIO) > 0.5
+  np.testing.assert_array_equal(run(quantize.fake_expert)(jnp.asarray(got_EIO)), got_EIO)
+
+
+def test_the_gradient_of_an_expert_is_that_of_what_it_computes_with():
+  w_EIO, d_EIO = jnp.asarray(expert_weights()), jax.random.normal(jax.random.key(0), (3, 96, 40))
+  y, vjp = jax.vjp(jax.jit(quantize.fake_expert), w_EIO)
+  assert np.any(y != w_EIO)
+  np.testing.assert_array_equal(vjp(d_EIO)[0], d_EIO)

@@ -131,10 +131,10 @@ class Runs:
     return [{k: v for k, v in line.items() if k not in TIMING} for line in found]
 
   def wait_for_step(self, workdir, step, process):
-    """Returns as soon as the step has its line."""
+    """Returns as soon as the step has its line; that of step 0 is one more."""
     deadline = time.monotonic() + PATIENCE
     path = workdir / "metrics.jsonl"
-    while not path.exists() or path.read_bytes().count(b"\n") < step:
+    while not path.exists() or path.read_bytes().count(b"\n") < step + (self.verb == settings.SFT):
       assert process.poll() is None, self.output(workdir)
       assert time.monotonic() < deadline
       time.sleep(0.002)

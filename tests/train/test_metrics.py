@@ -55,6 +55,17 @@ def test_a_resumed_run_has_one_line_per_step(tmp_path):
   assert [line["attempt"] for line in found] == [1] * 4 + [2] * 6
 
 
+def test_what_was_measured_before_training_stays_and_is_not_there_twice(tmp_path):
+  for attempt, (steps, resume_step) in enumerate([((0, 1), 0), ((0, 1, 2), 0), ((2, 3), 1)]):
+    write(tmp_path, steps, resume_step, attempt=attempt)
+  assert [(line["step"], line["attempt"]) for line in lines(tmp_path)] == [
+    (0, 1),
+    (1, 1),
+    (2, 2),
+    (3, 2),
+  ]
+
+
 def test_a_run_that_starts_afresh_starts_the_file_afresh(tmp_path):
   write(tmp_path, range(1, 4))
   write(tmp_path, range(1, 3))

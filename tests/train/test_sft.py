@@ -1,5 +1,6 @@
 """Fine-tuning from a checkpoint: what it starts from, which steps it takes, what it measures."""
 
+import dataclasses
 import json
 import shutil
 
@@ -8,17 +9,19 @@ import numpy as np
 import pytest
 
 from data.prepare.run import PrepareRequest, prepare
-from data.prepared import TOKENIZER
+from data.prepared import TOKENIZER, load_prepared
 from deepseek_jax.checkpoint import restore_step
+from deepseek_jax.optim import low_rank
 from deepseek_jax.sharding import make_mesh
+from tests.bench import paired_kl
 from tests.train.conftest import ROOT, VOCAB, Runs
-from train import checks, convert, replay_report, settings
+from train import checks, convert, generate, replay_report, settings
 from train.batches import open_held_out, open_training, row_group
 from train.errors import Exit, UsageError
 from train.loop import state_items
 from train.origin import UNSAID, Origin, first_state
 from train.pretrain import pretrain
-from train.programs import build_programs
+from train.programs import build_programs, loss_sums
 from train.settings import SFT
 from train.stored_step import find_step
 
@@ -33,6 +36,7 @@ REPLAY = {
   "optim__bias_speed": 0.0,
   "total_steps": STEPS,
 }
+LOW_RANK = {"optim__low_rank__rank": 2, "optim__low_rank__alpha": 4.0, "optim__peak_lr": 0.03}
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +100,23 @@ def finished(tuning, pretrained, one_device, tmp_path_factory):
   return workdir, command
 
 
+@pytest.fixture(scope="module")
+def changed(tuning, pretrained, one_device, tmp_path_factory):
+  """A run of the same steps that changes matrices by factors."""
+  workdir = tmp_path_factory.mktemp("changed") / "run"
+  command = tuning.command(workdir, **REPLAY, **LOW_RANK)._replace(init=str(pretrained))
+  assert pretrain(command, one_device) is Exit.DONE
+  return workdir, command
+
+
 def stored(workdir, step, programs):
   wanted = state_items(programs.abstract_state)
   return restore_step(workdir / "checkpoints" / str(step), wanted).items
+
+
+def plain_items(programs):
+  abstract = programs.abstract_state
+  return {"params": low_rank.without_factors(abstract.params), "router": abstract.balance}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +147,7 @@ def test_the_first_loss_is_that_of_the_checkpoint(finished, pretrained, one_devi
     batch = next(open_training(given, row_group(given, mesh)))
     nats, targets = programs.evaluate(start["params"], start["router"], batch.layout)
     end = stored(workdir, STEPS, programs)
-  first, *_ = tuning.lines(workdir)
+  _, first, *_ = tuning.lines(workdir)
   assert first["nll"] == pytest.approx(float(nats / targets), rel=1e-5)
   assert first["loss_tokens"] == targets
   biases = [jax.tree.leaves(items["router"]) for items in (start, end)]
@@ -138,25 +156,37 @@ def test_the_first_loss_is_that_of_the_checkpoint(finished, pretrained, one_devi
 
 
 @pytest.mark.slow
+def test_a_line_before_step_1_has_the_reports_alone(finished, tuning):
+  before, *steps = tuning.lines(finished[0])
+  assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+  reports = {name for name in steps[-1] if name.startswith("validation_")}
+  assert set(before) == {"step", "tokens"} | reports
+  assert before["step"] == before["tokens"] == 0 and before[replay_report.KL] > 0
+
+
+@pytest.mark.slow
 def test_exact_and_replayed_steps_take_turns(finished, tuning):
-  lines = tuning.lines(finished[0])
+  lines = tuning.lines(finished[0])[1:]
   assert [line["replay_copies"] > 0 for line in lines] == [False, True, False, True]
 
 
 @pytest.mark.slow
-def test_reports_are_the_losses_of_both_layouts(finished, tuning, one_device):
+def test_reports_are_the_losses_of_both_layouts(finished, pretrained, tuning, one_device):
   """Each loss once more by itself, without any pairing of tokens."""
   workdir, command = finished
   given = command.settings
   mesh = make_mesh(given.mesh, one_device)
-  line = tuning.lines(workdir)[-1]
+  before, *_, line = tuning.lines(workdir)
   with jax.set_mesh(mesh):
     programs, group = build_programs(given, mesh), row_group(given, mesh)
-    end = stored(workdir, STEPS, programs)
-    for name, replayed in ((replay_report.EXACT, False), (replay_report.REPLAYED, True)):
-      batch = next(iter(open_held_out(given, group, replayed=replayed)))
-      nats, targets = programs.evaluate(end["params"], end["router"], batch.layout)
-      assert line[name] == pytest.approx(float(nats / targets), rel=1e-5)
+    for measured, at in (
+      (before, stored(pretrained, 3, programs)),
+      (line, stored(workdir, STEPS, programs)),
+    ):
+      for name, replayed in ((replay_report.EXACT, False), (replay_report.REPLAYED, True)):
+        batch = next(iter(open_held_out(given, group, replayed=replayed)))
+        nats, targets = programs.evaluate(at["params"], at["router"], batch.layout)
+        assert measured[name] == pytest.approx(float(nats / targets), rel=1e-5)
   gap = line[replay_report.REPLAYED] - line[replay_report.EXACT]
   assert line[replay_report.GAP] == pytest.approx(gap, abs=1e-6)
   assert line[replay_report.KL] > 0 and 0 < line[replay_report.TOP1] <= 1
@@ -210,6 +240,23 @@ def test_a_checkpoint_must_be_named_and_be_there(tuning, one_device, tmp_path):
   assert not (tmp_path / "run" / "start.json").exists()
 
 
+def test_only_fine_tuning_changes_by_factors(folders, tuning, one_device, tmp_path):
+  untrained = Runs(folders[0]).command(tmp_path / "run", **LOW_RANK)
+  with pytest.raises(UsageError, match="optim.low_rank.rank is 2, but factors change"):
+    pretrain(untrained, one_device)
+  wrong = {"optim__low_rank__rank": -1, "optim__low_rank__alpha": 0.0, "optim__low_rank__parts": ()}
+  with pytest.raises(UsageError) as refused:
+    tuning.command(tmp_path, **REPLAY, **wrong)
+  assert [problem.split()[0] for problem in refused.value.problems] == [
+    "optim.low_rank.rank",
+    "optim.low_rank.alpha",
+  ]
+  with pytest.raises(UsageError, match="optim.low_rank.parts is empty; name some of attention"):
+    tuning.command(tmp_path, **REPLAY, optim__low_rank__parts=())
+  with pytest.raises(UsageError, match="optim.low_rank.parts must be"):
+    tuning.command(tmp_path, **REPLAY, optim__low_rank__parts="router")
+
+
 def test_rows_must_suit_replay_even_where_no_step_has_it(folders, tuning, tmp_path):
   """Validation measures it."""
   small = REPLAY | {"data__replay__share": 0.0, "data__replay__decoder_slots": 8}
@@ -221,15 +268,20 @@ def test_rows_must_suit_replay_even_where_no_step_has_it(folders, tuning, tmp_pa
 
 
 @pytest.mark.slow
-def test_killed_at_any_step_it_ends_with_the_same_lines(finished, pretrained, tuning, tmp_path):
-  """Also when it starts again without --init; a switch begins half way."""
-  change = {"data.replay.share": 1.0, "model.numerics.main_fp4": True}
+@pytest.mark.parametrize("more", [{}, LOW_RANK], ids=["weights", "factors"])
+def test_killed_at_any_step_it_ends_with_the_same_lines(
+  more, finished, pretrained, tuning, tmp_path
+):
+  """Also when it starts again without --init; switches begin half way."""
+  switches = {"main_fp4": True, "experts_fp4": bool(more)}
+  change = {"data.replay.share": 1.0} | {f"model.numerics.{n}": on for n, on in switches.items()}
   late = [{"name": "served", "tokens": 2 * 4 * SLOTS, "changes": change}]
   changes = REPLAY | {
     "data__replay__share": 0.0,
     "stages": repr(late),
     "total_steps": 6,
     "checkpoint__every_steps": 1,
+    **more,
   }
   lines = []
   for name, kills in (("whole", ()), ("killed", (1, 3))):
@@ -246,20 +298,55 @@ def test_killed_at_any_step_it_ends_with_the_same_lines(finished, pretrained, tu
     assert code == Exit.DONE, output
     lines.append(tuning.lines(workdir))
   assert lines[0] == lines[1]
-  assert [line["replay_copies"] > 0 for line in lines[0]] == [False] * 2 + [True] * 4
+  assert [line["replay_copies"] > 0 for line in lines[0][1:]] == [False] * 2 + [True] * 4
 
 
 @pytest.mark.slow
-def test_a_mesh_measures_the_same(finished, pretrained, tuning, tmp_path):
-  """Rows, slots and tokens of both layouts lie on several devices."""
-  mesh = {"mesh__fsdp": 2, "mesh__context": 2}
-  command = tuning.command(tmp_path / "run", devices=4, **REPLAY, **mesh)
+@pytest.mark.parametrize("kind", ["weights", "factors"])
+def test_a_mesh_measures_the_same(kind, finished, changed, pretrained, tuning, tmp_path):
+  """Rows, slots and tokens of both layouts lie on several devices; or experts and their factors."""
+  on_one, _ = finished if kind == "weights" else changed
+  mesh = {"mesh__fsdp": 2, "mesh__context" if kind == "weights" else "mesh__expert": 2}
+  more = {} if kind == "weights" else LOW_RANK
+  command = tuning.command(tmp_path / "run", devices=4, **REPLAY, **mesh, **more)
   assert pretrain(command._replace(init=str(pretrained)), jax.devices()[:4]) is Exit.DONE
-  one, four = (tuning.lines(folder)[-1] for folder in (finished[0], tmp_path / "run"))
-  names = [name for name in one if name.startswith("validation_")]
-  assert len(names) >= 10
-  for name in names:
-    assert four[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+  for step in (0, STEPS):
+    one, four = (tuning.lines(folder)[step] for folder in (on_one, tmp_path / "run"))
+    names = [name for name in one if name.startswith("validation_")]
+    assert len(names) >= 10
+    for name in names:
+      assert four[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_factors_change_what_is_computed_and_no_weight(
+  changed, finished, pretrained, tuning, one_device
+):
+  workdir, command = changed
+  given = command.settings
+  lines, of_weights = tuning.lines(workdir), tuning.lines(finished[0])
+  assert lines[0] == of_weights[0] and lines[1]["nll"] == pytest.approx(of_weights[1]["nll"], 1e-6)
+  assert lines[-1][replay_report.EXACT] < lines[0][replay_report.EXACT] - 1e-3
+  assert set(n for n in lines[1] if n.startswith("update_norm_")) > {"update_norm_low_rank"}
+  assert lines[1]["update_norm_low_rank"] > 0 == lines[1]["update_norm_experts"]
+  with jax.set_mesh(mesh := make_mesh(given.mesh, one_device)):
+    programs = build_programs(given, mesh)
+    start = find_step("--init", str(pretrained))
+    before = restore_step(start.path, plain_items(programs)).items["params"]
+    state = stored(workdir, STEPS, programs)
+    assert set(state) == {"params", "base", "low_rank", "optimizer", "router"}
+    jax.tree.map(
+      np.testing.assert_array_equal, low_rank.with_matrices(state["params"], state["base"]), before
+    )
+    batch = next(iter(open_held_out(given, row_group(given, mesh)))).layout
+    # What is read without a word of factors, by the configuration of the run that was changed.
+    alone = generate.restore(workdir / "checkpoints" / str(STEPS), given, mesh)
+    plain = dataclasses.replace(
+      start.settings.model, scan_layers=False, numerics=given.model.numerics
+    )
+    evaluate = jax.jit(loss_sums(dataclasses.replace(start.settings, model=plain)))
+    nats, targets = evaluate(alone["params"], alone["balance"], batch)
+  assert lines[-1][replay_report.EXACT] == pytest.approx(float(nats / targets), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -283,3 +370,24 @@ def test_it_starts_from_what_was_imported(pretrained, tuning, one_device, tmp_pa
     jax.tree.leaves(state.params), jax.tree.leaves(before["params"]), strict=True
   ):
     assert np.asarray(new) == pytest.approx(np.asarray(old), rel=2**-8)
+
+
+@pytest.mark.slow
+def test_runs_are_compared_response_by_response(changed, finished, tmp_path, capsys):
+  """With a twin that is said to have had no replay: all its responses are the same."""
+  workdir, command = changed
+  twin = shutil.copytree(workdir, tmp_path / "twin")
+  config = json.loads((twin / "config.json").read_text())
+  config["data"]["replay"]["share"] = 0.0
+  (twin / "config.json").write_text(json.dumps(config))
+  words = ["--aware", str(workdir), "--json", str(tmp_path / "found.json"), "--plain"]
+  assert paired_kl.main([*words, str(twin)]) == Exit.DONE
+  (found,) = json.loads((tmp_path / "found.json").read_text())["pairs"]
+  chats = load_prepared(command.settings.data.paths[0]).validation.documents
+  assert (found["responses"], found["conversations"]) == (2 * chats, chats)
+  assert found["difference"] == {"mean": 0, "low": 0, "high": 0}
+  assert found["aware"]["kl"] > 0 and found["aware"]["kl"] == found["plain"]["kl"]
+  capsys.readouterr()
+  assert paired_kl.main([*words, str(finished[0])]) == Exit.USAGE
+  said = capsys.readouterr().err
+  assert "have data.replay.share [0.5, 0.5]" in said and "must be the same checkpoint" in said
