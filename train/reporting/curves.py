@@ -1,0 +1,303 @@
+"""Figures of quantities over the steps of a run; each is left out where the run has none of it."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from train.evaluate_loss import BASELINE, EXACT, MODEL, REPLAYED
+from train.replay_report import BUCKETS, FP4, GAP, KL, POOL, TOP1
+from train.reporting.columns import Columns
+from train.reporting.drawing import SERIES, SOFT, Drawn, draw, smooth, thin
+from train.reporting.run_data import RunData
+
+# Quantities that a run watches (docs/design.md, 3e): metric, title, unit.
+_WATCHED = (
+  ("router_entropy", "Router entropy, worst layer", "share of the largest"),
+  ("router_bias_range", "Router bias range, worst layer", "largest - smallest"),
+  ("sink_mass", "Attention on the sink", "share"),
+  ("window_mass", "Attention on the window", "share"),
+  ("largest_logit", "Largest attention logit", "logit"),
+  ("hc_error", "Hyper-connections: distance from 1", "of a row or column sum"),
+  ("stream_rms", "Size of the residual streams", "root mean square"),
+  ("engram_gate", "Engram gate", "mean"),
+  ("clamp_hits", "Clamped hidden values", "share"),
+)
+
+
+def training(run: RunData) -> Iterator[Drawn]:
+  """Loss, validation and learning rate."""
+  metrics = run.metrics
+  if metrics.has("loss"):
+    yield draw(
+      "loss",
+      "Training loss of each step in grey, its running mean in colour. Dashed: the run was started "
+      "again after this step. Dotted: a stage begins. Crosses: steps whose loss is not finite.",
+      partial(_loss, run),
+    )
+  if metrics.has(MODEL):
+    yield draw(
+      "validation",
+      "Bits per byte of held-out text; lower is better. The line across, where there is one, is a "
+      "bigram that was counted on the tokens of the run.",
+      partial(_validation, run),
+    )
+  if metrics.has("lr"):
+    yield draw("learning_rate", "Learning rate of each update.", partial(_rate, run))
+
+
+def speed(run: RunData) -> Iterator[Drawn]:
+  """Throughput and where the time of a step goes."""
+  metrics = run.metrics
+  if metrics.has("tokens_per_second"):
+    yield draw(
+      "throughput",
+      "Tokens a second of each step in grey, their running mean in colour.",
+      partial(_one, run, "tokens_per_second", "Throughput", "tokens/s"),
+    )
+  if metrics.has("step_seconds"):
+    both = {"step_seconds": "a step", "data_wait_seconds": "of it, waiting for data"}
+    yield draw(
+      "step_time",
+      "Seconds of a step, and those that it waited for its batch. Steps right after a start or a "
+      "checkpoint take longer.",
+      partial(_several, run, both, "Time of a step", "seconds", log=True),
+    )
+  if metrics.has("mfu"):
+    yield draw(
+      "mfu",
+      "Model FLOPs over what the devices could do at their peak rate.",
+      partial(_one, run, "mfu", "Model FLOPs utilization", "share of peak"),
+    )
+  filled = {name: name.replace("_", " ") for name in ("encoder_fill", "decoder_fill")}
+  if any(map(metrics.has, filled)):
+    yield draw(
+      "packing",
+      "Share of a row's slots that hold tokens.",
+      partial(_several, run, filled, "Filled rows", "share of slots"),
+    )
+
+
+def gradients(run: RunData) -> Iterator[Drawn]:
+  """Norms of gradients and updates, of everything and by part."""
+  if run.metrics.has("grad_norm"):
+    yield draw(
+      "gradient_norm",
+      "Global norm before clipping; crosses are steps in which it is not finite.",
+      partial(_gradient, run),
+    )
+  for prefix, name, what in (
+    ("grad_norm_", "gradient_norms", "Gradient norms by part"),
+    ("update_norm_", "update_norms", "Update norms by part"),
+  ):
+    parts = {
+      key: key.removeprefix(prefix)
+      for key in sorted(run.metrics.values)
+      if key.startswith(prefix) and run.metrics.has(key)
+    }
+    if parts:
+      fill = partial(_several, run, parts, what, "norm", log=True, beside=True)
+      yield draw(name, f"{what} of the model, running means.", fill)
+
+
+def condition(run: RunData) -> Iterator[Drawn]:
+  """What layers report of themselves."""
+  kl = run.metrics.layers("indexer_kl")
+  if kl:
+    yield draw(
+      "indexer_kl",
+      "How far each indexer is from the attention that it imitates; running means.",
+      partial(
+        _several,
+        run,
+        {f"indexer_kl_layer_{layer}": f"layer {layer}" for layer in kl},
+        "Loss of the indexers",
+        "nats a query",
+        log=True,
+        beside=True,
+      ),
+    )
+  for metric, title, unit in _WATCHED:
+    if run.metrics.has(metric):
+      yield draw(metric, "", partial(_one, run, metric, title, unit), size=(4.0, 2.4))
+
+
+def serving(run: RunData) -> Iterator[Drawn]:
+  """What replay and the approximations of serving cost on held-out conversations."""
+  if run.metrics.has(EXACT):
+    yield draw(
+      "replay_loss",
+      "Loss of held-out answers, exact and as a server with bounded replay computes it.",
+      partial(
+        _several,
+        run,
+        {EXACT: "exact", REPLAYED: "replayed"},
+        "Held-out answers",
+        "nats a token",
+      ),
+    )
+  buckets = {f"_{bucket}": bucket.replace("_", " ") for bucket in BUCKETS}
+  for metric, name, title, unit in (
+    (GAP, "replay_gap", "Replayed minus exact loss", "nats a token"),
+    (KL, "replay_kl", "Divergence of replay", "KL, nats a token"),
+  ):
+    if run.metrics.has(metric):
+      names = {metric: "all"} | {metric + end: label for end, label in buckets.items()}
+      caption = f"{title}, also by the token's number in its answer."
+      yield draw(name, caption, partial(_several, run, names, title, unit))
+  if run.metrics.has(TOP1):
+    yield draw(
+      "replay_top1",
+      "Share of held-out tokens whose likeliest successor is the same with replay.",
+      partial(_several, run, {TOP1: "same"}, "Same likeliest token", "share"),
+    )
+  deltas = {FP4: "FP4 entries", POOL: "candidate pool"}
+  if any(map(run.metrics.has, deltas)):
+    yield draw(
+      "serving_delta",
+      "Loss with an approximation of serving, minus loss without it.",
+      partial(_several, run, deltas, "What serving adds to the loss", "nats a token"),
+    )
+
+
+def mark(axes: Any, run: RunData, *, label: bool = True) -> None:
+  """Restarts and beginnings of stages, in a figure over steps."""
+  for number, step in enumerate(dict.fromkeys(run.restarts)):
+    text = {"label": "restart"} if label and not number else {}
+    axes.axvline(step + 0.5, color=SERIES[1], linestyle="--", linewidth=1, alpha=0.8, **text)
+  for step, name in run.borders.items():
+    axes.axvline(step + 0.5, color=SOFT, linestyle=":", linewidth=1.4)
+    if label:
+      axes.annotate(
+        _short(name),
+        (step + 0.5, 1),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        xytext=(3, -9),
+        fontsize=8,
+      )
+
+
+def _loss(run: RunData, axes: Any) -> None:
+  _raw_and_smooth(axes, run.metrics, "loss", "running mean")
+  _crosses(axes, run.metrics, "loss")
+  _dress(axes, run, "Training loss", "nats a token")
+  _legend(axes)
+
+
+def _gradient(run: RunData, axes: Any) -> None:
+  _raw_and_smooth(axes, run.metrics, "grad_norm", "running mean")
+  _crosses(axes, run.metrics, "grad_norm")
+  _dress(axes, run, "Gradient norm", "norm")
+  _log(axes, run.metrics.get("grad_norm"))
+  _legend(axes)
+
+
+def _validation(run: RunData, axes: Any) -> None:
+  _points(axes, run.metrics, MODEL, "model")
+  bigram = run.metrics.last(BASELINE)
+  if bigram is not None:
+    axes.axhline(bigram, color=SERIES[1], linewidth=1.2, label=f"bigram, {bigram:.3f}")
+  _dress(axes, run, "Validation", "bits per byte", label=False)
+  _legend(axes)
+
+
+def _rate(run: RunData, axes: Any) -> None:
+  axes.plot(*thin(run.metrics.steps_N, run.metrics.get("lr")))
+  _dress(axes, run, "Learning rate", "learning rate")
+  axes.set_ylim(bottom=0)
+
+
+def _one(run: RunData, metric: str, title: str, unit: str, axes: Any) -> None:
+  _raw_and_smooth(axes, run.metrics, metric, None)
+  _dress(axes, run, title, unit, label=False)
+
+
+def _several(
+  run: RunData,
+  names: Mapping[str, str],
+  title: str,
+  unit: str,
+  axes: Any,
+  *,
+  log: bool = False,
+  beside: bool = False,
+) -> None:
+  """Lines of some metrics (name -> label); values of a few steps are points."""
+  drawn = [name for name in names if run.metrics.has(name)]
+  for number, name in enumerate(drawn):
+    values_N = run.metrics.get(name)
+    style = ("-", "--", ":")[number // len(SERIES) % 3]
+    if np.isfinite(values_N).mean() < 0.5:
+      _points(axes, run.metrics, name, names[name], linestyle=style)
+      continue
+    points = thin(run.metrics.steps_N, smooth(values_N))
+    axes.plot(*points, label=names[name], linestyle=style, marker="o" if _few(run.metrics) else "")
+  _dress(axes, run, title, unit, label=False)
+  if log:
+    _log(axes, *(run.metrics.get(name) for name in drawn))
+  if beside:
+    columns = 1 + len(drawn) // 18
+    place = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "ncols": columns, "fontsize": 7}
+    axes.legend(**place)
+  else:
+    _legend(axes)
+
+
+def _raw_and_smooth(axes: Any, metrics: Columns, name: str, label: str | None) -> None:
+  steps_N, values_N = metrics.steps_N, metrics.get(name)
+  few = "o" if _few(metrics) else ""
+  axes.plot(*thin(steps_N, values_N), color=SOFT, linewidth=0.8, alpha=0.8, marker=few)
+  axes.plot(*thin(steps_N, smooth(values_N)), color=SERIES[0], label=label)
+
+
+def _points(axes: Any, metrics: Columns, name: str, label: str, **style: Any) -> None:
+  """A metric that only some steps have."""
+  there_N = np.isfinite(metrics.get(name))
+  points = thin(metrics.steps_N[there_N], metrics.get(name)[there_N])
+  axes.plot(*points, marker="o", markersize=3, label=label, **style)
+
+
+def _crosses(axes: Any, metrics: Columns, name: str) -> None:
+  """Steps without a finite value, at the lower edge."""
+  lost = metrics.steps_N[~np.isfinite(metrics.get(name))]
+  if len(lost):
+    at_edge = axes.get_xaxis_transform()
+    axes.plot(
+      thin(lost, np.zeros(len(lost)))[0],
+      np.full(len(thin(lost, np.zeros(len(lost)))[0]), 0.02),
+      "x",
+      color=SERIES[1],
+      transform=at_edge,
+      clip_on=False,
+      label="not finite",
+    )
+
+
+def _dress(axes: Any, run: RunData, title: str, unit: str, *, label: bool = True) -> None:
+  mark(axes, run, label=label)
+  axes.set(title=title, xlabel="step", ylabel=unit)
+  axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+  axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _log(axes: Any, *columns: np.ndarray) -> None:
+  """A logarithmic axis where there is a value that it can show."""
+  if any((column > 0).any() for column in columns):
+    axes.set_yscale("log")
+
+
+def _legend(axes: Any) -> None:
+  handles, _ = axes.get_legend_handles_labels()
+  if handles:
+    axes.legend()
+
+
+def _few(metrics: Columns) -> bool:
+  """A line through so few points would not be seen."""
+  return len(metrics.steps_N) < 3
+
+
+def _short(name: str) -> str:
+  return name if len(name) <= 24 else name[:23] + "…"

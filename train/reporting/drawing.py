@@ -1,0 +1,154 @@
+"""From a figure to a picture file and to SVG that takes its colours from the page around it."""
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+INK, SOFT = "#1c2430", "#8a94a3"  # text and axes; grid, marks and raw values behind a smoothed line
+# Distinct for readers who see few colours, after Okabe and Ito; the page has its own for dark.
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#7a5195", "#666666")
+WIDE, HIGH = 5.2, 3.3  # inches: text stays readable when a phone shows it
+_DPI = 160  # of the picture files
+_POINTS = 600  # that a line has at most
+_STYLE = {
+  "svg.fonttype": "none",  # text stays text: small, and it can be searched
+  "svg.hashsalt": "report",  # the same run gives the same page
+  "text.parse_math": False,  # names from files may hold dollars
+  "font.family": "DejaVu Sans",
+  "font.size": 9,
+  "axes.titlesize": 10,
+  "axes.titleweight": "bold",
+  "axes.titlelocation": "left",
+  "axes.spines.top": False,
+  "axes.spines.right": False,
+  "axes.grid": True,
+  "axes.axisbelow": True,
+  "grid.color": SOFT,
+  "grid.alpha": 0.25,
+  "legend.frameon": False,
+  "legend.fontsize": 8,
+  "lines.linewidth": 1.6,
+  **{f"{part}.color": INK for part in ("text", "xtick", "ytick")},
+  **{f"axes.{part}color": INK for part in ("edge", "label", "title")},
+}
+
+
+class Drawn(NamedTuple):
+  name: str  # of the picture file, without its end
+  caption: str
+  svg: str
+  png: bytes
+
+
+def problem() -> str | None:
+  """Why nothing can be drawn, in a sentence; None if it can."""
+  if importlib.util.find_spec("matplotlib") is not None:
+    return None
+  return "report draws with matplotlib, which is not installed; `pip install '.[plots]'` does it."
+
+
+@contextlib.contextmanager
+def style() -> Iterator[None]:
+  """Figures that are made and drawn inside look alike."""
+  matplotlib = importlib.import_module("matplotlib")
+  cycler = importlib.import_module("cycler").cycler
+  with matplotlib.rc_context({**_STYLE, "axes.prop_cycle": cycler(color=SERIES)}):
+    yield
+
+
+def draw(
+  name: str,
+  caption: str,
+  fill: Callable[[Any], None],
+  size: tuple[float, float] = (WIDE, HIGH),
+) -> Drawn:
+  """A figure whose axes `fill` draws into."""
+  figure = importlib.import_module("matplotlib.figure").Figure(size, layout="constrained")
+  axes = figure.subplots()
+  fill(axes)
+  for axis in (axes.xaxis, axes.yaxis):
+    if axis.get_scale() == "log":
+      _plain_ticks(axis)
+  picture, text = io.BytesIO(), io.StringIO()
+  figure.savefig(picture, format="png", dpi=_DPI)
+  figure.savefig(
+    text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format"))
+  )
+  return Drawn(name, caption, inline_svg(text.getvalue(), name), picture.getvalue())
+
+
+def _plain_ticks(axis: Any) -> None:
+  """Numbers on a logarithmic axis, without the powers that need a mathematical font."""
+  ticker = importlib.import_module("matplotlib.ticker")
+  if axis.get_transform().base == 2:
+    axis.set_major_formatter(lambda count, _: _in_binary(count))
+    return
+  axis.set_major_formatter(ticker.LogFormatter())
+  axis.set_minor_formatter(ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
+
+
+def _in_binary(count: float) -> str:
+  """4096 -> 4K."""
+  for unit, size in (("M", 2**20), ("K", 2**10)):
+    if count >= size:
+      return f"{count / size:g}{unit}"
+  return f"{count:g}"
+
+
+def inline_svg(text: str, name: str) -> str:
+  """A file of SVG as an element of a page: without header and size, with ids of its own, and with
+  the page's colours for ours.
+  """
+  text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+  head, _, body = text.partition(">")
+  view = re.search(r'viewBox="[-\d. ]+"', head)
+  assert view  # every figure has a size
+  body = re.sub(r'\bid="', f'id="{name}-', body)
+  body = re.sub(r'((?:xlink:)?href="#|url\(#)', rf"\g<1>{name}-", body).replace("xlink:href", "href")
+  for colour, on_page in colours().items():
+    body = body.replace(colour, f"var({on_page})")
+  return f'<svg {view[0]} role="img" aria-labelledby="{name}-caption">{body}'
+
+
+def colours() -> dict[str, str]:
+  """Our colours, and the names that the page has for them."""
+  named = {colour: f"--series-{number}" for number, colour in enumerate(SERIES)}
+  return {INK: "--ink", SOFT: "--soft"} | named
+
+
+def thin(x_N: np.ndarray, y_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """At most _POINTS of the points: of each stretch the lowest and the highest, so that no spike is
+  lost. Points that are not finite stay gaps if their whole stretch is.
+  """
+  if len(x_N) <= _POINTS:
+    return x_N, y_N
+  kept = []
+  for part in np.array_split(np.arange(len(x_N)), _POINTS // 2):
+    finite = part[np.isfinite(y_N[part])]
+    kept += [part[0]] if not len(finite) else [finite[y_N[finite].argmin()]]
+    kept += [finite[y_N[finite].argmax()]] if len(finite) else []
+  places = np.unique(kept)
+  return x_N[places], y_N[places]
+
+
+def smooth(y_N: np.ndarray) -> np.ndarray:
+  """Mean over the twentieth part of the points around each; what is not finite does not count."""
+  width = max(1, len(y_N) // 20) | 1
+  finite_N = np.isfinite(y_N)
+  ones = np.ones(width)
+  total_N = _same(np.where(finite_N, y_N, 0.0), ones)
+  count_N = _same(finite_N.astype(float), ones)
+  return np.where(finite_N, total_N / np.maximum(count_N, 1), np.nan)
+
+
+def _same(x_N: np.ndarray, ones: np.ndarray) -> np.ndarray:
+  """Running sums, as long as x_N, also where it is shorter than the window."""
+  half = len(ones) // 2
+  sums = np.cumsum(np.pad(x_N, (half + 1, half)))
+  return sums[len(ones) :] - sums[: -len(ones)]
