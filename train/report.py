@@ -7,7 +7,7 @@ import argparse
 import pathlib
 from collections.abc import Sequence
 
-from deepseek_jax.storage_path import StoragePath, storage_path, url_problem, write_atomically
+from deepseek_jax.storage_path import storage_path, url_problem, write_atomically
 from train.errors import Exit, UsageError
 from train.reporting import drawing
 from train.reporting.contents import make_page

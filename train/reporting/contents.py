@@ -44,13 +44,14 @@ def make_page(run: RunData, results: Results) -> Page:
 
 def _sections(run: RunData, results: Results) -> list[Section]:
   none = "metrics.jsonl has nothing of this."
-  watched = [drawn for drawn in curves.condition(run)]
+  chosen = [*maps.expert_load(run), *curves.routing(run), *maps.selection(run)]
+  chosen += curves.indexers(run)
   sections = [
     Section("Training", [*curves.training(run)], _steps(run), none),
     Section("Speed", [*curves.speed(run)], missing=none),
-    Section("Experts and selection", [*maps.expert_load(run), *maps.selection(run)], missing=none),
+    Section("Experts and selection", chosen, missing=none),
     Section("Gradients", [*curves.gradients(run)], missing=none),
-    Section("Condition of the layers", watched, missing=none, small=True),
+    Section("Condition of the layers", [*curves.condition(run)], missing=none),
   ]
   if replayed := [*curves.serving(run)]:
     sections.append(Section("Replay and serving", replayed))

@@ -1,6 +1,6 @@
 """Figures of quantities over the steps of a run; each is left out where the run has none of it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from functools import partial
 from typing import Any
 
@@ -9,20 +9,50 @@ import numpy as np
 from train.evaluate_loss import BASELINE, EXACT, MODEL, REPLAYED
 from train.replay_report import BUCKETS, FP4, GAP, KL, POOL, TOP1
 from train.reporting.columns import Columns
-from train.reporting.drawing import SERIES, SOFT, Drawn, draw, smooth, thin
+from train.reporting.drawing import HIGH, SERIES, SOFT, Drawn, draw, smooth, thin
 from train.reporting.run_data import RunData
 
-# Quantities that a run watches (docs/design.md, 3e): metric, title, unit.
+# Quantities that a run watches (docs/design.md, 3e): metric, title, unit, caption.
 _WATCHED = (
-  ("router_entropy", "Router entropy, worst layer", "share of the largest"),
-  ("router_bias_range", "Router bias range, worst layer", "largest - smallest"),
-  ("sink_mass", "Attention on the sink", "share"),
-  ("window_mass", "Attention on the window", "share"),
-  ("largest_logit", "Largest attention logit", "logit"),
-  ("hc_error", "Hyper-connections: distance from 1", "of a row or column sum"),
-  ("stream_rms", "Size of the residual streams", "root mean square"),
-  ("engram_gate", "Engram gate", "mean"),
-  ("clamp_hits", "Clamped hidden values", "share"),
+  (
+    "router_entropy",
+    "Router entropy, worst layer",
+    "share of the largest",
+    "Entropy of the load of experts over the largest that it can be: 1 is even.",
+  ),
+  (
+    "router_bias_range",
+    "Router biases, worst layer",
+    "largest - smallest",
+    "Range of the biases that move load between experts.",
+  ),
+  ("sink_mass", "Attention on the sink", "share", "Mean over layers."),
+  (
+    "window_mass",
+    "Attention on the window",
+    "share",
+    "Mean over layers; the entries have the rest.",
+  ),
+  (
+    "largest_logit",
+    "Largest attention logit",
+    "logit",
+    "Of all layers. One that keeps growing announces instability.",
+  ),
+  (
+    "hc_error",
+    "Hyper-connections",
+    "distance from 1",
+    "Largest distance of a mixing matrix's row or column sum from 1.",
+  ),
+  ("stream_rms", "Residual streams", "root mean square", "Size of their values."),
+  ("engram_gate", "Engram gate", "mean", "How far the n-gram tables are let in."),
+  (
+    "clamp_hits",
+    "Clamped hidden values",
+    "share",
+    "Of the shared experts' hidden values, those that reached their limit.",
+  ),
 )
 
 
@@ -75,7 +105,7 @@ def speed(run: RunData) -> Iterator[Drawn]:
     yield draw(
       "packing",
       "Share of a row's slots that hold tokens.",
-      partial(_several, run, filled, "Filled rows", "share of slots"),
+      partial(_several, run, filled, "Filled rows", "share of slots", limits=(0, 1.05)),
     )
 
 
@@ -97,14 +127,23 @@ def gradients(run: RunData) -> Iterator[Drawn]:
       if key.startswith(prefix) and run.metrics.has(key)
     }
     if parts:
-      fill = partial(_several, run, parts, what, "norm", log=True, beside=True)
-      yield draw(name, f"{what} of the model, running means.", fill)
+      fill = partial(_several, run, parts, what, "norm", log=True, below=True)
+      yield draw(name, f"{what} of the model, running means.", fill, high=_high(parts))
 
 
-def condition(run: RunData) -> Iterator[Drawn]:
-  """What layers report of themselves."""
-  kl = run.metrics.layers("indexer_kl")
-  if kl:
+def routing(run: RunData) -> Iterator[Drawn]:
+  """The load of experts over the steps, in the worst layer."""
+  if run.metrics.has("router_imbalance"):
+    yield draw(
+      "router_imbalance",
+      "Tokens of the busiest expert over the mean of its layer, in the worst layer: 1 is even.",
+      partial(_one, run, "router_imbalance", "Busiest expert, worst layer", "load over mean"),
+    )
+
+
+def indexers(run: RunData) -> Iterator[Drawn]:
+  """What the indexers learn."""
+  if kl := run.metrics.layers("indexer_kl"):
     yield draw(
       "indexer_kl",
       "How far each indexer is from the attention that it imitates; running means.",
@@ -115,12 +154,17 @@ def condition(run: RunData) -> Iterator[Drawn]:
         "Loss of the indexers",
         "nats a query",
         log=True,
-        beside=True,
+        below=True,
       ),
+      high=_high(kl),
     )
-  for metric, title, unit in _WATCHED:
+
+
+def condition(run: RunData) -> Iterator[Drawn]:
+  """What layers report of themselves."""
+  for metric, title, unit, caption in _WATCHED:
     if run.metrics.has(metric):
-      yield draw(metric, "", partial(_one, run, metric, title, unit), size=(4.0, 2.4))
+      yield draw(metric, caption, partial(_one, run, metric, title, unit))
 
 
 def serving(run: RunData) -> Iterator[Drawn]:
@@ -222,7 +266,8 @@ def _several(
   axes: Any,
   *,
   log: bool = False,
-  beside: bool = False,
+  below: bool = False,
+  limits: tuple[float, float] | None = None,
 ) -> None:
   """Lines of some metrics (name -> label); values of a few steps are points."""
   drawn = [name for name in names if run.metrics.has(name)]
@@ -235,12 +280,12 @@ def _several(
     points = thin(run.metrics.steps_N, smooth(values_N))
     axes.plot(*points, label=names[name], linestyle=style, marker="o" if _few(run.metrics) else "")
   _dress(axes, run, title, unit, label=False)
+  if limits:
+    axes.set_ylim(limits)
   if log:
     _log(axes, *(run.metrics.get(name) for name in drawn))
-  if beside:
-    columns = 1 + len(drawn) // 18
-    place = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "ncols": columns, "fontsize": 7}
-    axes.legend(**place)
+  if below:
+    axes.figure.legend(loc="outside lower center", ncols=3)
   else:
     _legend(axes)
 
@@ -263,16 +308,9 @@ def _crosses(axes: Any, metrics: Columns, name: str) -> None:
   """Steps without a finite value, at the lower edge."""
   lost = metrics.steps_N[~np.isfinite(metrics.get(name))]
   if len(lost):
-    at_edge = axes.get_xaxis_transform()
-    axes.plot(
-      thin(lost, np.zeros(len(lost)))[0],
-      np.full(len(thin(lost, np.zeros(len(lost)))[0]), 0.02),
-      "x",
-      color=SERIES[1],
-      transform=at_edge,
-      clip_on=False,
-      label="not finite",
-    )
+    steps, heights = thin(lost, np.full(len(lost), 0.02))
+    style = {"color": SERIES[1], "clip_on": False, "label": "not finite"}
+    axes.plot(steps, heights, "x", transform=axes.get_xaxis_transform(), **style)
 
 
 def _dress(axes: Any, run: RunData, title: str, unit: str, *, label: bool = True) -> None:
@@ -292,6 +330,11 @@ def _legend(axes: Any) -> None:
   handles, _ = axes.get_legend_handles_labels()
   if handles:
     axes.legend()
+
+
+def _high(labels: Sized) -> float:
+  """Inches of a figure with a legend of three columns below it."""
+  return HIGH - 0.1 + 0.17 * -(-len(labels) // 3)
 
 
 def _few(metrics: Columns) -> bool:

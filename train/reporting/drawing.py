@@ -13,16 +13,16 @@ import numpy as np
 INK, SOFT = "#1c2430", "#8a94a3"  # text and axes; grid, marks and raw values behind a smoothed line
 # Distinct for readers who see few colours, after Okabe and Ito; the page has its own for dark.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#7a5195", "#666666")
-WIDE, HIGH = 5.2, 3.3  # inches: text stays readable when a phone shows it
-_DPI = 160  # of the picture files
+WIDE, HIGH = 4.6, 3.0  # inches: text stays readable when a phone shows it
+_DPI = 170  # of the picture files
 _POINTS = 600  # that a line has at most
 _STYLE = {
   "svg.fonttype": "none",  # text stays text: small, and it can be searched
   "svg.hashsalt": "report",  # the same run gives the same page
   "text.parse_math": False,  # names from files may hold dollars
   "font.family": "DejaVu Sans",
-  "font.size": 9,
-  "axes.titlesize": 10,
+  "font.size": 9.5,
+  "axes.titlesize": 10.5,
   "axes.titleweight": "bold",
   "axes.titlelocation": "left",
   "axes.spines.top": False,
@@ -66,10 +66,11 @@ def draw(
   name: str,
   caption: str,
   fill: Callable[[Any], None],
-  size: tuple[float, float] = (WIDE, HIGH),
+  *,
+  high: float = HIGH,
 ) -> Drawn:
   """A figure whose axes `fill` draws into."""
-  figure = importlib.import_module("matplotlib.figure").Figure(size, layout="constrained")
+  figure = importlib.import_module("matplotlib.figure").Figure((WIDE, high), layout="constrained")
   axes = figure.subplots()
   fill(axes)
   for axis in (axes.xaxis, axes.yaxis):
@@ -84,16 +85,22 @@ def draw(
 
 
 def _plain_ticks(axis: Any) -> None:
-  """Numbers on a logarithmic axis, without the powers that need a mathematical font."""
-  ticker = importlib.import_module("matplotlib.ticker")
+  """Numbers on a logarithmic axis, without the powers that need a mathematical font; 2, 3 and 5
+  times a power only where the axis has few powers.
+  """
   if axis.get_transform().base == 2:
-    axis.set_major_formatter(lambda count, _: _in_binary(count))
+    axis.set_major_formatter(lambda count, _: in_binary(count))
     return
-  axis.set_major_formatter(ticker.LogFormatter())
-  axis.set_minor_formatter(ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
+
+  def between(number: float, _: Any) -> str:
+    low, high = axis.get_view_interval()
+    return f"{number:g}" if high < 20 * low and f"{number:e}"[0] in "235" else ""
+
+  axis.set_major_formatter(lambda number, _: f"{number:g}")
+  axis.set_minor_formatter(between)
 
 
-def _in_binary(count: float) -> str:
+def in_binary(count: float) -> str:
   """4096 -> 4K."""
   for unit, size in (("M", 2**20), ("K", 2**10)):
     if count >= size:
@@ -110,7 +117,8 @@ def inline_svg(text: str, name: str) -> str:
   view = re.search(r'viewBox="[-\d. ]+"', head)
   assert view  # every figure has a size
   body = re.sub(r'\bid="', f'id="{name}-', body)
-  body = re.sub(r'((?:xlink:)?href="#|url\(#)', rf"\g<1>{name}-", body).replace("xlink:href", "href")
+  body = body.replace("xlink:href", "href")
+  body = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", body)
   for colour, on_page in colours().items():
     body = body.replace(colour, f"var({on_page})")
   return f'<svg {view[0]} role="img" aria-labelledby="{name}-caption">{body}'

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from train.reporting.curves import mark
-from train.reporting.drawing import WIDE, Drawn, draw
+from train.reporting.drawing import Drawn, draw
 from train.reporting.results import Axis, HeatMap
 from train.reporting.run_data import RunData
 
@@ -52,7 +52,7 @@ def tables(maps: Sequence[HeatMap]) -> Iterator[Drawn]:
     if found.rows.name == "depths":
       caption += " Depth is where in the text the answer stands, as a share of its length."
     name = f"{number + 1:02}_{found.slug}"
-    yield draw(name, caption, partial(_table, found), size=(WIDE, high))
+    yield draw(name, caption, partial(_table, found), high=high)
 
 
 def _over_steps(

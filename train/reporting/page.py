@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that loads nothing. All text of files goes through `html.escape`."""
+"""The page of a report: one HTML file that loads nothing. Text of files is always escaped."""
 
 import base64
 import hashlib
@@ -29,7 +29,6 @@ class Section(NamedTuple):
   figures: Sequence[Drawn] = ()
   tables: Sequence[Table] = ()
   missing: str = ""  # said where there is nothing else
-  small: bool = False  # figures that need less room
 
 
 class Page(NamedTuple):
@@ -100,8 +99,7 @@ def _notes(notes: Sequence[str]) -> str:
 def _section(section: Section) -> str:
   parts = [f'<section id="{_anchor(section.title)}"><h2>{escape(section.title)}</h2>']
   if section.figures:
-    kind = "figures small" if section.small else "figures"
-    parts.append(f'<div class="{kind}">{"".join(map(_figure, section.figures))}</div>')
+    parts.append(f'<div class="figures">{"".join(map(_figure, section.figures))}</div>')
   parts += map(_table, section.tables)
   if not section.figures and not section.tables:
     parts.append(f"<p>{escape(section.missing)}</p>")
@@ -147,7 +145,8 @@ def _settings(groups: Mapping[str, Sequence[Setting]]) -> str:
       f'<td>{escape(one.value)}</td><td class="unit">{escape(one.unit)}</td></tr>'
       for one in settings
     )
-    parts.append(f'<div class="scroll settings"><table><tbody>{rows}</tbody></table></div></section>')
+    table = f"<table><tbody>{rows}</tbody></table>"
+    parts.append(f'<div class="scroll settings">{table}</div></section>')
   return "\n".join(parts)
 
 

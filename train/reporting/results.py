@@ -75,7 +75,8 @@ def _arranged(found: list[tuple[str, dict[str, Any]]]) -> Results:
         row = numbers.setdefault(f"{task}.{name}" if name else task, [None] * len(found))
         row[place] = value
       maps += _maps(task, sources[place], metrics)
-  return Results(sources, numbers, maps)
+  by_task = sorted(maps, key=lambda found: (found.task, found.metric))  # checkpoints side by side
+  return Results(sources, numbers, by_task)
 
 
 def _name(record: Mapping[str, Any]) -> str:
@@ -106,6 +107,8 @@ def _maps(task: str, source: str, metrics: Any, name: str = "") -> Iterator[Heat
       if cells is None or axes[0] is None or axes[1] is None:
         continue
       rows, columns = Axis(first, axes[0].tolist()), Axis(second, axes[1].tolist())
+      if cells.shape == (len(columns.values), len(rows.values)) != cells.T.shape:
+        cells = cells.T  # nested the other way round, which a square table does not tell
       if first == "lengths":  # the longer text to the right, the deeper place below
         rows, columns, cells = columns, rows, cells.T
       if cells.shape == (len(rows.values), len(columns.values)):

@@ -124,6 +124,8 @@ def _complaints(metrics: Columns, settings: Settings | None) -> list[str]:
   first, last, count = int(metrics.steps_N[0]), int(metrics.steps_N[-1]), len(metrics.steps_N)
   if last - first + 1 != count:
     said.append(f"{last - first + 1 - count:,} steps between {first:,} and {last:,} have no line.")
+  if not metrics.layers("router_imbalance"):
+    said.append("The metrics have no load of experts by layer, so there is no map of it.")
   if settings is not None and last < settings.total_steps:
     said.append(f"The run has taken {last:,} of its {settings.total_steps:,} steps.")
   return said

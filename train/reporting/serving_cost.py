@@ -6,7 +6,7 @@ from typing import Any
 
 from deepseek_jax.config import ModelConfig
 from train import plan_cache, plan_cost, plan_plot
-from train.reporting.drawing import Drawn, draw
+from train.reporting.drawing import Drawn, draw, in_binary
 
 _RATIO = 20  # between two lines, from which on a logarithmic axis shows both
 
@@ -17,7 +17,7 @@ def cache(cfg: ModelConfig) -> Iterator[Drawn]:
     "kv_bytes",
     "Bytes that each token adds to the global key-value cache: V4-Flash's, and how they came down "
     "to this configuration's.",
-    partial(plan_plot.draw_cache, cfg=cfg),
+    partial(_ladder, cfg=cfg),
   )
   yield draw(
     "kv_cache",
@@ -56,7 +56,7 @@ def numbers(cfg: ModelConfig) -> dict[str, dict[str, str]]:
   before = next(iter(plan_cache.ladder(cfg).values()))
   rows = {}
   for context in plan_cost.CONTEXTS[::2]:
-    rows[f"{context // 1024:,}K"] = {
+    rows[in_binary(context)] = {
       "cache (MiB)": f"{per_token * context / 2**20:,.4g}",
       "V4-Flash's cache (MiB)": f"{before * context / 2**20:,.4g}",
       "decode (weighted GFLOP)": f"{plan_cost.weighted_decode_cost(cfg, context) / 1e9:,.4g}",
@@ -64,6 +64,11 @@ def numbers(cfg: ModelConfig) -> dict[str, dict[str, str]]:
       "prefill ratio": f"{plan_cost.prefill_ratio(cfg, context):.4f}",
     }
   return rows
+
+
+def _ladder(axes: Any, cfg: ModelConfig) -> None:
+  plan_plot.draw_cache(axes, cfg)
+  axes.set(title="Cache of a token", xlabel="bytes")
 
 
 def _cache_size(axes: Any, cfg: ModelConfig) -> None:
