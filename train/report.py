@@ -35,17 +35,17 @@ def main(argv: Sequence[str]) -> int:
   output = storage_path(arguments.output) if arguments.output else folder / FOLDER
   with drawing.style():
     page = make_page(run, results)
-  text = render(page)
+  text = render(page).encode(errors="replace")  # a name may hold half a surrogate pair
   figures = [drawn for section in page.sections for drawn in section.figures]
   try:
     if isinstance(output, pathlib.Path):
       output.mkdir(parents=True, exist_ok=True)
     for drawn in figures:
       write_atomically(output / f"{drawn.name}.png", drawn.png)
-    write_atomically(output / PAGE, text.encode())
+    write_atomically(output / PAGE, text)
   except OSError as error:
     raise UsageError([f"--output {output} cannot be written: {error.strerror}."]) from None
   for note in run.notes:
     print(note)
-  print(f"{output / PAGE}: {len(figures)} figures, {len(text.encode()) / 1e6:.2f} MB.")
+  print(f"{output / PAGE}: {len(figures)} figures, {len(text) / 1e6:.2f} MB.")
   return Exit.DONE

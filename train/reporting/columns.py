@@ -32,9 +32,11 @@ class Columns(NamedTuple):
     return float(finite[-1]) if len(finite) else None
 
   def layers(self, name: str) -> dict[int, np.ndarray]:
-    """The columns `name`_layer_N by N, in order."""
+    """The columns `name`_layer_N that hold anything, by N, in order."""
     names = [re.fullmatch(rf"{name}_layer_([0-9]{{1,4}})", key) for key in self.values]
-    found = {int(match[1]): self.values[match[0]] for match in names if match}
+    found = {
+      int(match[1]): self.values[match[0]] for match in names if match and self.has(match[0])
+    }
     return dict(sorted(found.items()))
 
 

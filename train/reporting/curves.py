@@ -9,7 +9,7 @@ import numpy as np
 from train.evaluate_loss import BASELINE, EXACT, MODEL, REPLAYED
 from train.replay_report import BUCKETS, FP4, GAP, KL, POOL, TOP1
 from train.reporting.columns import Columns
-from train.reporting.drawing import HIGH, SERIES, SOFT, Drawn, draw, smooth, thin
+from train.reporting.drawing import HIGH, SERIES, SOFT, Drawn, draw, short, smooth, thin
 from train.reporting.run_data import RunData
 
 # Quantities that a run watches (docs/design.md, 3e): metric, title, unit, caption.
@@ -122,7 +122,7 @@ def gradients(run: RunData) -> Iterator[Drawn]:
     ("update_norm_", "update_norms", "Update norms by part"),
   ):
     parts = {
-      key: key.removeprefix(prefix)
+      key: short(key.removeprefix(prefix), 24)
       for key in sorted(run.metrics.values)
       if key.startswith(prefix) and run.metrics.has(key)
     }
@@ -214,7 +214,7 @@ def mark(axes: Any, run: RunData, *, label: bool = True) -> None:
     axes.axvline(step + 0.5, color=SOFT, linestyle=":", linewidth=1.4)
     if label:
       axes.annotate(
-        _short(name),
+        short(name, 24),
         (step + 0.5, 1),
         xycoords=("data", "axes fraction"),
         textcoords="offset points",
@@ -284,10 +284,7 @@ def _several(
     axes.set_ylim(limits)
   if log:
     _log(axes, *(run.metrics.get(name) for name in drawn))
-  if below:
-    axes.figure.legend(loc="outside lower center", ncols=3)
-  else:
-    _legend(axes)
+  _legend(axes, below=below)
 
 
 def _raw_and_smooth(axes: Any, metrics: Columns, name: str, label: str | None) -> None:
@@ -326,9 +323,11 @@ def _log(axes: Any, *columns: np.ndarray) -> None:
     axes.set_yscale("log")
 
 
-def _legend(axes: Any) -> None:
+def _legend(axes: Any, *, below: bool = False) -> None:
   handles, _ = axes.get_legend_handles_labels()
-  if handles:
+  if handles and below:
+    axes.figure.legend(loc="outside lower center", ncols=3)
+  elif handles:
     axes.legend()
 
 
@@ -340,7 +339,3 @@ def _high(labels: Sized) -> float:
 def _few(metrics: Columns) -> bool:
   """A line through so few points would not be seen."""
   return len(metrics.steps_N) < 3
-
-
-def _short(name: str) -> str:
-  return name if len(name) <= 24 else name[:23] + "…"

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import io
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ INK, SOFT = "#1c2430", "#8a94a3"  # text and axes; grid, marks and raw values be
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#7a5195", "#666666")
 WIDE, HIGH = 4.6, 3.0  # inches: text stays readable when a phone shows it
 _DPI = 170  # of the picture files
+_SMALL = 1e-3  # an axis below it would have a power of ten beside its title
 _POINTS = 600  # that a line has at most
 _STYLE = {
   "svg.fonttype": "none",  # text stays text: small, and it can be searched
@@ -74,21 +76,25 @@ def draw(
   axes = figure.subplots()
   fill(axes)
   for axis in (axes.xaxis, axes.yaxis):
-    if axis.get_scale() == "log":
+    if axis.get_scale() == "log" or np.abs(axis.get_view_interval()).max() < _SMALL:
       _plain_ticks(axis)
   picture, text = io.BytesIO(), io.StringIO()
-  figure.savefig(picture, format="png", dpi=_DPI)
-  figure.savefig(
-    text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format"))
-  )
+  with warnings.catch_warnings():
+    # A name in letters that the font lacks is boxes in the picture, and right on the page.
+    warnings.filterwarnings("ignore", "Glyph .* missing from font")
+    figure.savefig(picture, format="png", dpi=_DPI)
+    figure.set_layout_engine("none")  # everything is in its place now
+    figure.savefig(
+      text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format"))
+    )
   return Drawn(name, caption, inline_svg(text.getvalue(), name), picture.getvalue())
 
 
 def _plain_ticks(axis: Any) -> None:
-  """Numbers on a logarithmic axis, without the powers that need a mathematical font; 2, 3 and 5
-  times a power only where the axis has few powers.
+  """Numbers without powers, which need a mathematical font; on a logarithmic axis 2, 3 and 5
+  times a power only where it has few powers.
   """
-  if axis.get_transform().base == 2:
+  if axis.get_scale() == "log" and axis.get_transform().base == 2:
     axis.set_major_formatter(lambda count, _: in_binary(count))
     return
 
@@ -96,7 +102,7 @@ def _plain_ticks(axis: Any) -> None:
     low, high = axis.get_view_interval()
     return f"{number:g}" if high < 20 * low and f"{number:e}"[0] in "235" else ""
 
-  axis.set_major_formatter(lambda number, _: f"{number:g}")
+  axis.set_major_formatter(lambda number, _: f"{number:.6g}")
   axis.set_minor_formatter(between)
 
 
@@ -128,6 +134,12 @@ def colours() -> dict[str, str]:
   """Our colours, and the names that the page has for them."""
   named = {colour: f"--series-{number}" for number, colour in enumerate(SERIES)}
   return {INK: "--ink", SOFT: "--soft"} | named
+
+
+def short(text: str, at_most: int) -> str:
+  """As much of a text from a file as a figure has room for, in letters that can be drawn."""
+  letters = "".join(letter if letter.isprintable() else "?" for letter in text)
+  return letters if len(letters) <= at_most else letters[: at_most - 1] + "…"
 
 
 def thin(x_N: np.ndarray, y_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

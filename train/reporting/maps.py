@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from train.reporting.curves import mark
-from train.reporting.drawing import Drawn, draw
+from train.reporting.drawing import Drawn, draw, short
 from train.reporting.results import Axis, HeatMap
 from train.reporting.run_data import RunData
 
@@ -102,8 +102,8 @@ def _table(found: HeatMap, axes: Any) -> None:
       )
   _labels(axes.xaxis, _words(found.columns), at_most=10)
   _labels(axes.yaxis, _words(found.rows), at_most=16)
-  title = f"{found.task}: {found.metric.replace('_', ' ')}"
-  axes.set(title=title if len(title) <= 44 else title[:43] + "…")
+  title = f"{found.task}: {found.metric.replace('_', ' ')}, {found.source}"
+  axes.set(title=short(title, 46))
   axes.set(xlabel=_UNITS[found.columns.name], ylabel=_UNITS[found.rows.name])
   axes.grid(visible=False)
   axes.figure.colorbar(image, ax=axes, pad=0.02)
