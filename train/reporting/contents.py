@@ -140,7 +140,7 @@ def _steps(run: RunData) -> list[Table]:
     rows = [
       [
         f"{metrics.steps_N[place]:,}",
-        *(_number(metrics.get(name)[place], _STEP_COLUMNS[name]) for name in columns),
+        *(_number(float(metrics.get(name)[place]), _STEP_COLUMNS[name]) for name in columns),
       ]
       for place in chosen
     ]
