@@ -125,7 +125,9 @@ def _after(steps: list[int]) -> str:
 def _duration(seconds: float) -> str:
   minutes, seconds = divmod(round(seconds), 60)
   hours, minutes = divmod(minutes, 60)
-  return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+  if hours:
+    return f"{hours:,} h {minutes} min"
+  return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 def _steps(run: RunData) -> list[Table]:

@@ -62,8 +62,8 @@ def training(run: RunData) -> Iterator[Drawn]:
   if metrics.has("loss"):
     yield draw(
       "loss",
-      "Training loss of each step in grey, its running mean in colour. Dashed: the run was started "
-      "again after this step. Dotted: a stage begins. Crosses: steps whose loss is not finite.",
+      "Loss of each step, and its running mean. Dashed: the run was started again after this step. "
+      "Dotted: a stage begins. Crosses: steps whose loss is not finite.",
       partial(_loss, run),
     )
   if metrics.has(MODEL):
@@ -83,7 +83,7 @@ def speed(run: RunData) -> Iterator[Drawn]:
   if metrics.has("tokens_per_second"):
     yield draw(
       "throughput",
-      "Tokens a second of each step in grey, their running mean in colour.",
+      "Tokens a second of each step, and their running mean in colour.",
       partial(_one, run, "tokens_per_second", "Throughput", "tokens/s"),
     )
   if metrics.has("step_seconds"):
@@ -289,8 +289,8 @@ def _several(
 
 def _raw_and_smooth(axes: Any, metrics: Columns, name: str, label: str | None) -> None:
   steps_N, values_N = metrics.steps_N, metrics.get(name)
-  few = "o" if _few(metrics) else ""
-  axes.plot(*thin(steps_N, values_N), color=SOFT, linewidth=0.8, alpha=0.8, marker=few)
+  raw = {"color": SOFT, "linewidth": 0.8, "alpha": 0.8, "marker": "o" if _few(metrics) else ""}
+  axes.plot(*thin(steps_N, values_N), label="each step" if label else None, **raw)
   axes.plot(*thin(steps_N, smooth(values_N)), color=SERIES[0], label=label)
 
 

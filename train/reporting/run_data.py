@@ -125,7 +125,10 @@ def _complaints(metrics: Columns, settings: Settings | None) -> list[str]:
   if last - first + 1 != count:
     said.append(f"{last - first + 1 - count:,} steps between {first:,} and {last:,} have no line.")
   if not metrics.layers("router_imbalance"):
-    said.append("The metrics have no load of experts by layer, so there is no map of it.")
+    said.append(
+      "The metrics have no load of experts by layer, so there is no map of it; a run with "
+      "log.observed_queries above 0 writes it."
+    )
   if settings is not None and last < settings.total_steps:
     said.append(f"The run has taken {last:,} of its {settings.total_steps:,} steps.")
   return said
