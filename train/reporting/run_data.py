@@ -15,6 +15,7 @@ from train.reporting.columns import Columns, read_columns
 from train.settings import settings_from_json
 
 CONFIG, ENVIRONMENT, START = "config.json", "environment.json", "start.json"
+_LARGEST = 2**53  # of the integers that arithmetic on sizes takes
 _SHOWN = 5  # steps that a sentence names
 
 
@@ -97,6 +98,8 @@ def _settings(config: dict[str, Any], notes: list[str]) -> Settings | None:
     for key, value in values.items():
       if key != "stages":
         convert(KEYS[key], value)
+      if isinstance(value, int) and abs(value) >= _LARGEST:
+        raise ValueError(f"{key} is {value}")
     devices = math.prod(getattr(settings.mesh, axis) for axis in MESH_AXES)
     problems = checks.problems(settings, devices=devices, reads_data=False)
   except (ValueError, TypeError, KeyError, AttributeError) as error:
