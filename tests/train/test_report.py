@@ -14,7 +14,9 @@ from configs.schema import Settings, Stage
 from deepseek_jax.storage_path import storage_path
 from train import report
 from train.errors import UsageError
+from train.evaluate_loss import EXACT, REPLAYED
 from train.events import Events
+from train.replay_report import FP4, GAP, KL, POOL, TOP1
 from train.reporting import drawing
 from train.reporting.columns import read_columns
 from train.reporting.curves import training
@@ -226,6 +228,18 @@ def test_a_run_of_one_step_is_drawn(tmp_path):
   names = (*FEW, "recall_layer_1", "grad_norm_embed", "lr", "step_seconds", "data_wait_seconds")
   line = {name: json.loads(LINES[0])[name] for name in names}
   assert set(Outline(write(make(tmp_path / "run", some(line)))).figures()) == wanted
+
+
+def test_what_replay_and_serving_cost_is_drawn_where_a_run_measures_it(tmp_path):
+  """Names as train/replay_report.py writes them, on validation steps; a bucket may be empty."""
+  names = (EXACT, REPLAYED, GAP, KL, TOP1, FP4, POOL, f"{GAP}_first_16")
+  lines = [{"step": step, "nll": 1.0} for step in range(1, 9)]
+  for number in (3, 7):
+    lines[number] |= {name: 0.5 - 0.01 * number for name in names}
+  page = write(make(tmp_path / "run", some(*lines)))
+  wanted = ["replay_loss", "replay_gap", "replay_kl", "replay_top1", "serving_delta"]
+  assert Outline(page).figures() == wanted
+  assert ">first 16</text>" in page and ">to 128</text>" not in page
 
 
 def test_before_the_first_step_the_configuration_is_drawn(tmp_path):
