@@ -18,6 +18,7 @@ from train.evaluate_loss import EXACT, REPLAYED
 from train.events import Events
 from train.replay_report import FP4, GAP, KL, POOL, TOP1
 from train.reporting import drawing
+from train.reporting.by_place import by_place as by_place_figures
 from train.reporting.columns import read_columns
 from train.reporting.curves import training
 from train.reporting.results import read_results
@@ -351,6 +352,26 @@ def test_a_running_mean_skips_what_is_not_finite_and_keeps_a_constant():
   got = drawing.smooth(values)
   np.testing.assert_array_equal(np.isnan(got), np.isnan(values))
   np.testing.assert_allclose(got[np.isfinite(got)], 2.0)
+
+
+def test_checkpoints_of_several_files_share_columns_and_curves_have_their_places(tmp_path):
+  by_place = {"distance": [0, 16], "kl": 0.5, "kl_by_distance": [1.0, None],
+              "tokens_by_distance": [9, 0], "top1_by_distance": [1.0]}  # fmt: skip
+  files = {
+    "first.json": [{"step": 3, "results": {"fp4": by_place}}],
+    "second.json": [{"step": 3, "results": {"pool": {"kl": 2.0}}}],
+    "third.json": [{"step": 3, "results": {"pool": {"kl": 4.0}}}, {"step": None, "results": {}}],
+  }
+  for name, records in files.items():
+    (tmp_path / name).write_text(json.dumps(records))
+  results = read_results([str(tmp_path / name) for name in files])
+  assert results.sources == ["step 3", "step 3 (third.json)", "a checkpoint"]
+  assert results.numbers == {"fp4.kl": [0.5, None, None], "pool.kl": [2.0, 4.0, None]}
+  (curve,) = results.curves
+  assert (curve.task, curve.metric, curve.starts_K) == ("fp4", "kl", [0, 16])
+  with drawing.style():
+    (drawn,) = by_place_figures(results.curves)
+  assert ">kl by distance</text>" in drawn.svg and ">fp4</text>" in drawn.svg
 
 
 def test_tables_are_read_in_either_order_and_bad_ones_left_out(tmp_path):

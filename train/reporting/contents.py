@@ -14,6 +14,7 @@ from train import stage_table, stages
 from train.evaluate_loss import BASELINE, MODEL
 from train.keys import flatten
 from train.reporting import curves, maps, serving_cost
+from train.reporting.by_place import by_place
 from train.reporting.page import Page, Section, Setting, Table
 from train.reporting.results import Results
 from train.reporting.run_data import RunData
@@ -58,7 +59,7 @@ def _sections(run: RunData, results: Results) -> list[Section]:
   sections.append(
     Section(
       "Evaluation",
-      [*maps.tables(results.maps)],
+      [*maps.tables(results.maps), *by_place(results.curves)],
       _results(results),
       "No results were given; `python -m train evaluate --output results.json` makes them and "
       "--results results.json puts them here.",

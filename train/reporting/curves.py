@@ -1,6 +1,6 @@
 """Figures of quantities over the steps of a run; each is left out where the run has none of it."""
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,17 @@ import numpy as np
 from train.evaluate_loss import BASELINE, EXACT, MODEL, REPLAYED
 from train.replay_report import BUCKETS, FP4, GAP, KL, POOL, TOP1
 from train.reporting.columns import Columns
-from train.reporting.drawing import HIGH, SERIES, SOFT, Drawn, draw, short, smooth, thin
+from train.reporting.drawing import (
+  SERIES,
+  SOFT,
+  Drawn,
+  draw,
+  high_with_legend,
+  line_style,
+  short,
+  smooth,
+  thin,
+)
 from train.reporting.run_data import RunData
 
 # Quantities that a run watches (docs/design.md, 3e): metric, title, unit, caption.
@@ -128,7 +138,7 @@ def gradients(run: RunData) -> Iterator[Drawn]:
     }
     if parts:
       fill = partial(_several, run, parts, what, "norm", log=True, below=True)
-      yield draw(name, f"{what} of the model, running means.", fill, high=_high(parts))
+      yield draw(name, f"{what} of the model, running means.", fill, high=high_with_legend(parts))
 
 
 def routing(run: RunData) -> Iterator[Drawn]:
@@ -156,7 +166,7 @@ def indexers(run: RunData) -> Iterator[Drawn]:
         log=True,
         below=True,
       ),
-      high=_high(kl),
+      high=high_with_legend(kl),
     )
 
 
@@ -273,7 +283,7 @@ def _several(
   drawn = [name for name in names if run.metrics.has(name)]
   for number, name in enumerate(drawn):
     values_N = run.metrics.get(name)
-    style = ("-", "--", ":")[number // len(SERIES) % 3]
+    style = line_style(number)
     if np.isfinite(values_N).mean() < 0.5:
       _points(axes, run.metrics, name, names[name], linestyle=style)
       continue
@@ -329,11 +339,6 @@ def _legend(axes: Any, *, below: bool = False) -> None:
     axes.figure.legend(loc="outside lower center", ncols=3)
   elif handles:
     axes.legend()
-
-
-def _high(labels: Sized) -> float:
-  """Inches of a figure with a legend of three columns below it."""
-  return HIGH - 0.1 + 0.17 * -(-len(labels) // 3)
 
 
 def _few(metrics: Columns) -> bool:

@@ -6,7 +6,7 @@ import importlib.util
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,6 +134,16 @@ def colours() -> dict[str, str]:
   """Our colours, and the names that the page has for them."""
   named = {colour: f"--series-{number}" for number, colour in enumerate(SERIES)}
   return {INK: "--ink", SOFT: "--soft"} | named
+
+
+def high_with_legend(labels: Sized) -> float:
+  """Inches of a figure with a legend of three columns below it."""
+  return HIGH - 0.1 + 0.17 * -(-len(labels) // 3)
+
+
+def line_style(number: int) -> str:
+  """Of the lines of a figure, so that those that share a colour differ."""
+  return ("-", "--", ":")[number // len(SERIES) % 3]
 
 
 def short(text: str, at_most: int) -> str:

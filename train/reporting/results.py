@@ -1,6 +1,7 @@
 """The result files of `evaluate`: records of checkpoints, as tables and heat maps."""
 
 import json
+import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from train.errors import UsageError
 
 # The axes of the tables in a task's metrics, as they are nested: table[first][second].
 _AXES = (("lengths", "depths"), ("layers", "experts"))
+_ALONG = ("distance", "position")  # tokens at which the stretches of METRIC_by_distance begin
+_COUNTS = "tokens"  # of a stretch
 
 
 class Axis(NamedTuple):
@@ -35,10 +38,22 @@ class HeatMap(NamedTuple):
     return re.sub(r"[^a-z0-9]+", "_", f"{self.task}_{self.metric}".lower())[:60].strip("_")
 
 
+class Curve(NamedTuple):
+  """A metric of a task by place in a text. Legend: K stretches."""
+
+  task: str
+  metric: str
+  source: str
+  along: str  # one of _ALONG
+  starts_K: list[float]  # tokens
+  values_K: np.ndarray  # float64, NaN where nothing was measured
+
+
 class Results(NamedTuple):
-  sources: list[str]  # of each record: its step, and its file where several have that step
-  numbers: dict[str, list[Any]]  # "task.metric" -> a value for each record, None for none
+  sources: list[str]  # of each column: a checkpoint, and a file where it has a task again
+  numbers: dict[str, list[Any]]  # "task.metric" -> a value for each column, None for none
   maps: list[HeatMap]
+  curves: list[Curve]
 
 
 def read_results(paths: Sequence[str]) -> Results:
@@ -61,22 +76,26 @@ def read_results(paths: Sequence[str]) -> Results:
 
 
 def _arranged(found: list[tuple[str, dict[str, Any]]]) -> Results:
-  names = [_name(record) for _, record in found]
-  several = {name for name in names if names.count(name) > 1}
-  sources = [
-    f"{name} ({path})" if name in several else name
-    for name, (path, _) in zip(names, found, strict=True)
-  ]
+  columns: list[tuple[str, dict[str, Any]]] = []
+  for path, record in found:
+    name, tasks = _name(record), record["results"]
+    same = [column for source, column in columns if source == name]
+    if same and not same[0].keys() & tasks.keys():
+      same[0].update(tasks)  # other tasks of the checkpoint, from another file
+    else:
+      columns.append((f"{name} ({pathlib.PurePath(path).name})" if same else name, dict(tasks)))
   numbers: dict[str, list[Any]] = {}
   maps: list[HeatMap] = []
-  for place, (_, record) in enumerate(found):
-    for task, metrics in record["results"].items():
+  curves: list[Curve] = []
+  for place, (source, tasks) in enumerate(columns):
+    for task, metrics in tasks.items():
       for name, value in _numbers(metrics):
-        row = numbers.setdefault(f"{task}.{name}" if name else task, [None] * len(found))
+        row = numbers.setdefault(f"{task}.{name}" if name else task, [None] * len(columns))
         row[place] = value
-      maps += _maps(task, sources[place], metrics)
+      maps += _maps(task, source, metrics)
+      curves += _curves(task, source, metrics)
   by_task = sorted(maps, key=lambda found: (found.task, found.metric))  # checkpoints side by side
-  return Results(sources, numbers, by_task)
+  return Results([source for source, _ in columns], numbers, by_task, curves)
 
 
 def _name(record: Mapping[str, Any]) -> str:
@@ -115,6 +134,20 @@ def _maps(task: str, source: str, metrics: Any, name: str = "") -> Iterator[Heat
         yield HeatMap(task, f"{name}.{key}" if name else key, source, rows, columns, cells)
   for key, value in metrics.items():
     yield from _maps(task, source, value, f"{name}.{key}" if name else key)
+
+
+def _curves(task: str, source: str, metrics: Any) -> Iterator[Curve]:
+  if not isinstance(metrics, dict):
+    return
+  for along in _ALONG:
+    starts_K = _numeric(metrics.get(along), 1)
+    for key, value in metrics.items():
+      metric, end = key.removesuffix(f"_by_{along}"), key.endswith(f"_by_{along}")
+      values_K = _numeric(value, 1) if end and metric != _COUNTS else None
+      if starts_K is None or values_K is None or starts_K.shape != values_K.shape:
+        continue
+      if np.isfinite(starts_K).all() and np.isfinite(values_K).any():
+        yield Curve(task, metric, source, along, starts_K.tolist(), values_K)
 
 
 def _numeric(value: Any, dimensions: int) -> np.ndarray | None:
