@@ -10,6 +10,7 @@ import json
 import pathlib
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from deepseek_jax.storage_path import REQUESTS, RemotePath, StoragePath, write_atomically
@@ -109,11 +110,20 @@ def open_lines(folder: StoragePath, last_step: int) -> LineFile | LineSegments:
 
 def read(folder: StoragePath) -> list[dict[str, Any]]:
   """The metrics of all steps, in order. Raises OSError, and ValueError for a damaged line."""
+  return [json.loads(line) for line in stored_lines(folder)]
+
+
+def stored_lines(folder: StoragePath) -> Iterator[bytes]:
+  """The lines of all steps, in order, damaged ones too; a local folder may hold a copy of a store's
+  segments. Raises OSError.
+  """
   if isinstance(folder, RemotePath):
-    text = b"".join(_read_segments(folder).values())
-  else:
-    text = (folder / NAME).read_bytes()
-  return [json.loads(line) for line in text.splitlines()]
+    yield from b"".join(_read_segments(folder).values()).splitlines()
+    return
+  copies = [path for path in sorted(folder.iterdir()) if SEGMENT.fullmatch(path.name)]
+  for path in copies if copies and not (folder / NAME).exists() else [folder / NAME]:
+    with open(path, "rb") as file:
+      yield from file
 
 
 def cut_after(path: pathlib.Path, step: int) -> None:

@@ -38,31 +38,47 @@ def draw(
   """Writes the figure. Raises OSError where the file cannot be written."""
   figure = _figure()
   (cache, ratio), (cost, decode), (rate, batch) = figure.subplots(3, 2)
-  _draw_cache(cache, cfg)
-  contexts = list(plan_cost.CONTEXTS)
-  lengths = [cfg.attention.window, 512, 2048, *contexts]
-  ratio.plot(lengths, [plan_cost.prefill_ratio(cfg, n) for n in lengths], marker="o")
-  ratio.set(title="Prefill: layers passed, share of all", xlabel="new tokens", ylim=(0, 1.05))
-  for mode, by_context in flops.items():
-    cost.plot(contexts, [by_context[n] / 1e9 for n in contexts], marker="o", label=mode)
-  cost.set(title="Model FLOPs per token", xlabel="context (tokens)", ylabel="GFLOP", yscale="log")
-  ours = [plan_cost.weighted_decode_cost(cfg, n) / 1e9 for n in contexts]
-  theirs = [plan_cost.v4_flash_weighted_decode_cost(n) / 1e9 for n in contexts]
-  decode.plot(contexts, ours, marker="o", label="this configuration")
-  decode.plot(contexts, theirs, marker="o", label="V4-Flash")
-  decode.set(title="Decode, bf16 1, FP8 1/2, FP4 1/4", xlabel="context (tokens)")
-  decode.set_ylabel("weighted GFLOP per token")
-  for axes in (ratio, cost, decode):
-    axes.set_xscale("log", base=2)
-    axes.grid(alpha=0.3)
-  cost.legend()
-  decode.legend()
+  draw_cache(cache, cfg)
+  draw_prefill(ratio, cfg)
+  draw_flops(cost, flops)
+  draw_decode(decode, cfg)
   _draw_rate(rate, plan)
   _draw_batch(batch, plan)
   figure.savefig(path, dpi=_DPI)
 
 
-def _draw_cache(axes: Any, cfg: ModelConfig) -> None:
+def draw_prefill(axes: Any, cfg: ModelConfig) -> None:
+  """The share of the layers that a new token passes."""
+  lengths = [cfg.attention.window, 512, 2048, *plan_cost.CONTEXTS]
+  axes.plot(lengths, [plan_cost.prefill_ratio(cfg, n) for n in lengths], marker="o")
+  axes.set(title="Prefill: layers passed, share of all", xlabel="new tokens", ylim=(0, 1.05))
+  _over_context(axes)
+
+
+def draw_flops(axes: Any, flops: dict[str, dict[int, float]]) -> None:
+  """plan_cost.flops_table."""
+  for mode, by_context in flops.items():
+    axes.plot(list(by_context), [n / 1e9 for n in by_context.values()], marker="o", label=mode)
+  axes.set(title="Model FLOPs per token", xlabel="context (tokens)", ylabel="GFLOP", yscale="log")
+  _over_context(axes)
+  axes.legend()
+
+
+def draw_decode(axes: Any, cfg: ModelConfig) -> None:
+  """What a token costs in decoding, beside V4-Flash's."""
+  contexts = list(plan_cost.CONTEXTS)
+  ours = [plan_cost.weighted_decode_cost(cfg, n) / 1e9 for n in contexts]
+  theirs = [plan_cost.v4_flash_weighted_decode_cost(n) / 1e9 for n in contexts]
+  axes.plot(contexts, ours, marker="o", label="this configuration")
+  axes.plot(contexts, theirs, marker="o", label="V4-Flash")
+  axes.set(title="Decode, bf16 1, FP8 1/2, FP4 1/4", xlabel="context (tokens)")
+  axes.set_ylabel("weighted GFLOP per token")
+  _over_context(axes)
+  axes.legend()
+
+
+def draw_cache(axes: Any, cfg: ModelConfig) -> None:
+  """How the bytes of a token came down from V4-Flash's, step by step."""
   steps = plan_cache.ladder(cfg)
   bars = axes.barh(list(steps), list(steps.values()))
   axes.bar_label(bars, fmt="{:,.0f}", padding=3)
@@ -96,6 +112,11 @@ def _draw_batch(axes: Any, plan: Sequence[RunStage]) -> None:
   axes.margins(y=0.1)
   axes.grid(alpha=0.3)
   axes.legend()
+
+
+def _over_context(axes: Any) -> None:
+  axes.set_xscale("log", base=2)
+  axes.grid(alpha=0.3)
 
 
 def _figure() -> Any:

@@ -48,7 +48,12 @@ HEADINGS = Row(
 
 def stage_table(plan: Sequence[RunStage]) -> str:
   """One line for each stage, under headings."""
-  return aligned([HEADINGS, *(_row(plan, stage) for stage in plan)])
+  return aligned(rows(plan))
+
+
+def rows(plan: Sequence[RunStage]) -> list[Row]:
+  """The headings, then the words of each stage."""
+  return [HEADINGS, *(_row(plan, stage) for stage in plan)]
 
 
 def numbers(plan: Sequence[RunStage]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from deepseek_jax.objective.layer_values import by_layer
 from deepseek_jax.types import LayerAux
 
 
@@ -41,17 +42,13 @@ def update(balance: dict, layers: dict, speed: float) -> dict:
 
 def imbalance(layers: dict) -> jax.Array:
   """Largest load of text slots over the mean, in the worst layer: float32 [], 1 when balanced."""
-
-  def worst(aux: LayerAux) -> jax.Array:
-    mean = jnp.mean(aux.load_text_E, axis=-1)
-    return jnp.max(jnp.max(aux.load_text_E, axis=-1) / jnp.where(mean > 0, mean, 1.0))
-
-  return jnp.max(jnp.stack([worst(aux) for aux in jax.tree.leaves(layers, is_leaf=_is_aux)]))
+  return jnp.max(jnp.stack([jnp.max(each) for each in jax.tree.leaves(_imbalances(layers))]))
 
 
 def condition(balance: dict, layers: dict) -> dict[str, jax.Array]:
   """How far routing is from even, float32 scalars of the worst layer: "router_entropy" (of the text
-  slots' loads, over the largest there is: 1 when balanced) and "router_bias_range".
+  slots' loads, over the largest there is: 1 when balanced) and "router_bias_range"; of every layer
+  "router_imbalance_layer_N", as `imbalance` has it for the worst.
   """
 
   def entropy(aux: LayerAux) -> jax.Array:
@@ -65,7 +62,18 @@ def condition(balance: dict, layers: dict) -> dict[str, jax.Array]:
   return {
     "router_entropy": jnp.min(jnp.stack([entropy(aux) for aux in reports])),
     "router_bias_range": jnp.max(jnp.stack(ranges)),
+    **{f"router_imbalance_layer_{n}": each for n, each in by_layer(_imbalances(layers)).items()},
   }
+
+
+def _imbalances(layers: dict) -> dict:
+  """float32 [] of every layer, nested like the layers."""
+
+  def of_layer(aux: LayerAux) -> jax.Array:
+    mean = jnp.mean(aux.load_text_E, axis=-1)
+    return jnp.max(aux.load_text_E, axis=-1) / jnp.where(mean > 0, mean, 1.0)
+
+  return jax.tree.map(of_layer, layers, is_leaf=_is_aux)
 
 
 def _move(bias_E: jax.Array, load_E: jax.Array, speed: float) -> jax.Array:

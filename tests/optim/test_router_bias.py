@@ -72,3 +72,13 @@ def test_imbalance_is_that_of_the_worst_layer(text, wanted):
     "layers_1_2": {"layer_0": aux([text, text], np.zeros((2, 3)))},
   }
   assert router_bias.imbalance(layers) == wanted
+
+
+def test_every_layer_tells_its_imbalance():
+  layers = {
+    "layer_0": aux([1, 1, 4], [9, 0, 0]),
+    "layers_1_2": {"layer_0": aux([[6, 0, 0], [2, 2, 2]], np.zeros((2, 3)))},
+  }
+  balance = {"layer_0": biases(3), "layers_1_2": {"layer_0": biases(2, 3)}}
+  condition = router_bias.condition(balance, layers)
+  assert [condition[f"router_imbalance_layer_{n}"] for n in range(3)] == [2.0, 3.0, 1.0]
