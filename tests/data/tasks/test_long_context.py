@@ -151,8 +151,8 @@ def test_a_problem_depends_on_its_place_and_seed_alone(kind, of_kind, material):
 def test_what_cannot_be_made_is_a_sentence(material):
   with pytest.raises(ValueError, match="a length of 20 tokens is too short: needles and question"):
     next(problems("needle", material, SWEEP._replace(lengths=(20,))))
+  short = material._replace(text_N=material.text_N[:100])
   with pytest.raises(ValueError, match="the validation split has 100"):
-    short = material._replace(text_N=material.text_N[:100])
     next(problems("needle", short, SWEEP))
   with pytest.raises(ValueError, match=r"depths must lie in 0 ... 1, got \[1.5\]"):
     next(problems("needle", material, SWEEP._replace(depths=(0.5, 1.5))))
