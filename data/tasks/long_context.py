@@ -71,7 +71,8 @@ def problems(
   border: Border = "anywhere",
   sizes: Sizes = Sizes(),
 ) -> Iterator[Problem]:
-  """Length by length, depth by depth, the problems of a kind (a key of riddles.KINDS).
+  """The problems of a kind (a key of riddles.KINDS), one of every length and depth after the other
+  before the second of any.
 
   A problem depends on its length, depth and number and on the seed, not on the other ones; another
   border only moves the asked needle.
@@ -84,9 +85,9 @@ def problems(
   places = {"anywhere": (1, 0), **borders(sizes)}
   if border not in places:
     raise ValueError(f"border is {border!r}, accepted for {sizes} are {', '.join(places)}.")
-  for length in sweep.lengths:
-    for depth in sweep.depths:
-      for number in range(sweep.repeats):
+  for number in range(sweep.repeats):
+    for length in sweep.lengths:
+      for depth in sweep.depths:
         drawn = sweep.seed, zlib.crc32(kind.encode()), length, round(1e6 * depth), number
         rng = np.random.default_rng(drawn)
         yield _problem(KINDS[kind], material, length, depth, places[border], rng)

@@ -30,7 +30,7 @@ def of_kind(material):
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_length_and_frame_are_exact(kind, of_kind, material):
   lengths = [len(problem.tokens) for problem in of_kind[kind]]
-  assert lengths == [n for n in SWEEP.lengths for _ in range(len(SWEEP.depths) * SWEEP.repeats)]
+  assert lengths == [n for n in SWEEP.lengths for _ in SWEEP.depths] * SWEEP.repeats
   for problem in of_kind[kind]:
     assert problem.tokens.dtype == np.int32
     assert problem.tokens[0] == material.bos
@@ -141,7 +141,7 @@ def test_only_borders_that_exist_are_offered(material):
 def test_a_problem_depends_on_its_place_and_seed_alone(kind, of_kind, material):
   fewer = SWEEP._replace(lengths=SWEEP.lengths[1:], depths=SWEEP.depths[1:2], repeats=1)
   (alone,) = problems(kind, material, fewer)
-  among = of_kind[kind][len(of_kind[kind]) // 2 + SWEEP.repeats]
+  among = of_kind[kind][len(SWEEP.depths) + 1]
   np.testing.assert_array_equal(alone.tokens, among.tokens)
   assert alone[1:] == among[1:]
   (other,) = problems(kind, material, fewer._replace(seed=6))
