@@ -17,6 +17,7 @@ from data.tasks.riddles import KINDS, Encode, Kind, Riddle, Writer
 # one pool block; "block": in entries of two blocks. Where an entry or a block is one token, or both
 # have the same borders, a kind may say the same as another one, or nothing: see `borders`.
 Border = Literal["anywhere", "inside", "entry", "block"]
+REACH = 4  # times its length: the first tokens of the text, which a problem draws from
 _ATTEMPTS = 100  # drawings of a riddle until nothing in the text looks like its answer
 
 
@@ -101,6 +102,7 @@ def _problem(
   place: tuple[int, int],
   rng: np.random.Generator,
 ) -> Problem:
+  material = material._replace(text_N=material.text_N[: REACH * length])
   for _ in range(_ATTEMPTS):
     others = rng.uniform(depth if kind.in_order else 0, 1, kind.needles - 1)
     asked = int(np.sum(others < depth))
