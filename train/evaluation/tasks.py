@@ -1,0 +1,57 @@
+"""The tasks of `evaluate`, by name."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from train.errors import UsageError, hint
+from train.evaluation import perplexity
+from train.evaluation.request import Request
+from train.evaluation.task import Task
+
+
+class Kind(NamedTuple):
+  about: str
+  make: Callable[[str, str, Request], Task]  # name, what follows its colon; raises UsageError
+  takes: str = ""  # what may follow the colon; "" nothing, in brackets if it may be left out
+
+
+REGISTRY = {
+  "perplexity": Kind("bits per byte of the validation part of the data", perplexity.make),
+}
+
+
+def find_tasks(request: Request) -> list[Task]:
+  """The tasks that were asked for, in that order. Raises UsageError with every problem."""
+  tasks, problems = [], []
+  for name in request.tasks:
+    kind, colon, rest = name.partition(":")
+    try:
+      if kind not in REGISTRY:
+        known = hint(kind, REGISTRY, ", ".join(map(_form, REGISTRY)))
+        raise UsageError([f"--tasks {name} is not a task; {known}."])
+      takes = REGISTRY[kind].takes
+      if bool(colon and rest) < bool(takes and takes[0] != "[") or (colon and not takes):
+        raise UsageError([f"--tasks {name} is not complete; accepted is {_form(kind)}."])
+      tasks.append(REGISTRY[kind].make(name, rest, request))
+    except UsageError as error:
+      problems += error.problems
+  problems += [f"--tasks names {n} twice." for n in _twice(request.tasks)]
+  if problems:
+    raise UsageError(problems)
+  return tasks
+
+
+def table() -> str:
+  """A line for each task."""
+  width = max(len(_form(name)) for name in REGISTRY)
+  return "\n".join(f"  {_form(name):{width}}  {kind.about}" for name, kind in REGISTRY.items())
+
+
+def _form(name: str) -> str:
+  takes = REGISTRY[name].takes
+  optional = takes.startswith("[")
+  return f"{name}[:{takes[1:]}" if optional else f"{name}:{takes}" if takes else name
+
+
+def _twice(names: Sequence[str]) -> list[str]:
+  return sorted({name for name in names if names.count(name) > 1})
