@@ -131,3 +131,17 @@ def _table(cells: dict[tuple[int, float], list[tuple[bool, float]]], sweep: Swee
       for n in sweep.lengths
     ]
   return table
+
+
+# name -> what it asks for, and its maker
+TASKS = {
+  "needle": ("a number in real text, over lengths and depths", make("needle")),
+  "needle_keys": ("likewise, one of several", make("needle_keys")),
+  "needle_values": ("likewise, several of one name", make("needle_values")),
+  "needle_inside": ("key and number meet in one compressed entry", make("needle", "inside")),
+  "needle_entry": ("they meet at the border of two entries", make("needle", "entry")),
+  "needle_block": ("they meet at the border of two pool blocks", make("needle", "block")),
+  "variables": ("a number that is handed on from name to name", make("variables")),
+  "copy": ("a passage of real text that begins again", make("copy")),
+  "induction": ("drawn tokens that begin again", make("induction")),
+}

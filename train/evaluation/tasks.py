@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from train.errors import UsageError, hint
-from train.evaluation import perplexity
+from train.evaluation import inside, long_context, perplexity, serving
 from train.evaluation.request import Request
 from train.evaluation.task import Task
 
@@ -17,6 +17,16 @@ class Kind(NamedTuple):
 
 REGISTRY = {
   "perplexity": Kind("bits per byte of the validation part of the data", perplexity.make),
+  **{
+    name: Kind(about, make, "[TOKENS+TOKENS") for name, (about, make) in long_context.TASKS.items()
+  },
+  "early_exit": Kind("exact against early exit, by distance from the prompt", serving.early_exit),
+  "prefix_continued": Kind("exact against a prefix without windows", serving.prefix_continued),
+  "fp4": Kind("compressed entries without and with FP4", serving.fp4),
+  "pool": Kind("without and with the candidate pool", serving.pool),
+  "engram": Kind("with and without Engram", serving.engram),
+  "recall": Kind("attention that chosen entries and the pool catch, by layer", inside.recall),
+  "experts": Kind("load of every expert, by layer", inside.experts),
 }
 
 

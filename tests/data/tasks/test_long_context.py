@@ -90,6 +90,28 @@ def test_a_variable_is_handed_on_by_names_that_stand_before(of_kind, prepared):
     assert sorted(given.values()) == sorted(list(set(given.values())) * 3), "two chains of three"
 
 
+def copied(tokens: np.ndarray, at: int) -> int:
+  """What followed the last of the longest runs that stand right before `at`, or -1."""
+  ends = np.arange(1, at)  # a run may end before any of these
+  found = -1
+  for back in range(1, at):
+    ends = ends[ends >= back]
+    ends = ends[tokens[ends - back] == tokens[at - back]]
+    if not len(ends):
+      return found
+    found = int(tokens[ends[-1]])
+  return found
+
+
+@pytest.mark.parametrize("kind", ["needle", "needle_keys", "copy", "induction", "variables"])
+def test_copying_what_stood_before_is_enough_except_for_variables(kind, of_kind):
+  correct = []
+  for problem in of_kind[kind]:
+    places = range(problem.answer, len(problem.tokens))
+    correct.append(all(copied(problem.tokens, at) == problem.tokens[at] for at in places))
+  assert not any(correct) if kind == "variables" else all(correct)
+
+
 @pytest.mark.parametrize(("kind", "part"), [("copy", PASSAGE), ("induction", RUN)])
 def test_the_depth_is_the_share_of_the_text_before_the_needle(kind, part, of_kind):
   for problem in of_kind[kind]:

@@ -1,4 +1,4 @@
-"""What serving changes is nothing where it is the same computation, and something where it is not."""
+"""What serving changes: nothing where it is the same computation, something where it is not."""
 
 import dataclasses
 
@@ -7,9 +7,6 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from tokenizers import Tokenizer
-from train.evaluation.checkpoints import Checkpoint
-from train.evaluation.model import EvaluatedModel
-from train.evaluation.request import parse
 
 from configs import nano
 from configs.schema import Settings
@@ -25,6 +22,9 @@ from deepseek_jax.sharding import make_mesh
 from deepseek_jax.training_config import MeshConfig
 from tests.train.conftest import SLOTS, VOCAB
 from train.evaluation import inside, served_rows, serving
+from train.evaluation.checkpoints import Checkpoint
+from train.evaluation.model import EvaluatedModel
+from train.evaluation.request import parse
 
 NANO = ModelConfig.from_dict(nano.get_config().model.to_dict())
 ENGRAM = dataclasses.replace(
