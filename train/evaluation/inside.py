@@ -4,12 +4,13 @@ Legend: E experts.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
+from data.source import Row
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.model import Model
 from deepseek_jax.nn.health import COLLECTION
@@ -18,6 +19,7 @@ from deepseek_jax.objective.layer_values import by_layer
 from train.evaluation.agreement import place
 from train.evaluation.model import EvaluatedModel
 from train.evaluation.request import Request
+from train.evaluation.served_rows import held_out_rows
 from train.evaluation.serving import data_problems, exact_rows
 from train.evaluation.task import Log, Metrics, Task
 
@@ -35,7 +37,12 @@ def recall(name: str, rest: str, request: Request) -> Task:
 
 def _recall(model: EvaluatedModel, request: Request, log: Log) -> Metrics:
   del log
-  found = health_metrics(_total(model, request.limit, lambda health, layers: health))
+  return recall_of(model, held_out_rows(model.data, request.limit))
+
+
+def recall_of(model: EvaluatedModel, rows: Iterable[Row]) -> Metrics:
+  """Means over the queries of rows that are looked at."""
+  found = health_metrics(_total(model, rows, lambda health, layers: health))
   metrics: dict[str, Any] = {
     name: float(found[name])
     for name in ("recall", "pool_recall", "sink_mass", "window_mass")
@@ -66,7 +73,8 @@ def experts(name: str, rest: str, request: Request) -> Task:
 
 def _experts(model: EvaluatedModel, request: Request, log: Log) -> Metrics:
   del log
-  loads = by_layer(_total(model, request.limit, lambda health, layers: layers))
+  rows = held_out_rows(model.data, request.limit)
+  loads = by_layer(_total(model, rows, lambda health, layers: layers))
   load_LE = np.array([aux.load_text_E + aux.load_vision_E for aux in loads.values()], np.float64)
   share_LE = load_LE / load_LE.sum(axis=1, keepdims=True)
   logs_LE = np.log(np.where(share_LE > 0, share_LE, 1))
@@ -83,10 +91,10 @@ def _experts(model: EvaluatedModel, request: Request, log: Log) -> Metrics:
   }
 
 
-def _total(model: EvaluatedModel, limit: int | None, part: Callable[[Any, Any], Any]) -> Any:
+def _total(model: EvaluatedModel, rows: Iterable[Row], part: Callable[[Any, Any], Any]) -> Any:
   """What the layers report of all rows, added up; NumPy."""
   program, total = _reports_program(model.cfg), None
-  for layout, _ in exact_rows(model, limit):
+  for layout, _ in exact_rows(model, rows):
     found = jax.device_get(part(*program(model.variables, place(model, layout))))
     found = jax.tree.map(lambda x: np.asarray(x, np.float64), found)
     total = found if total is None else jax.tree.map(np.add, total, found)

@@ -5,7 +5,7 @@ Legend: R rows, B rows of a call, S encoder slots, T decoder slots, K buckets.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from train.evaluation.task import Log, Metrics, Task
 from train.served import approximations, match_slots
 
 _Compared = tuple[Comparison, Sequence[Row]]
+_Sides = Callable[[EvaluatedModel, Layout], tuple[Forward, Forward]]
 
 
 def early_exit(name: str, rest: str, request: Request) -> Task:
@@ -59,25 +60,33 @@ def engram(name: str, rest: str, request: Request) -> Task:
   """Without Engram rows, against with them; by position in the document. 0 without a table."""
   del rest, request
 
-  def without(model: EvaluatedModel, layout: Layout) -> tuple[Forward, Forward]:
-    none = np.full_like(layout.engram_rows, -1)
-    return Forward(model.cfg, layout), Forward(model.cfg, layout._replace(engram_rows=none))
-
-  return Task(name, agreement.METRICS, _on_exact_rows(without), data_problems)
+  return Task(name, agreement.METRICS, _on_exact_rows(without_engram), data_problems)
 
 
-def _switch(what: str, name: str) -> Task:
+def without_engram(model: EvaluatedModel, layout: Layout) -> tuple[Forward, Forward]:
+  """With the rows of the tables, and with padding in their place, which adds nothing."""
+  none = np.full_like(layout.engram_rows, -1)
+  return Forward(model.cfg, layout), Forward(model.cfg, layout._replace(engram_rows=none))
+
+
+def switched(what: str) -> _Sides:
+  """Without and with one of `approximations`."""
+
   def sides(model: EvaluatedModel, layout: Layout) -> tuple[Forward, Forward]:
     without, with_it = approximations(model.cfg)[what]
     return Forward(without, layout), Forward(with_it, layout)
 
+  return sides
+
+
+def _switch(what: str, name: str) -> Task:
   def problems(model: EvaluatedModel, request: Request) -> list[str]:
     found = data_problems(model, request)
     if what not in approximations(model.cfg):
       found.append(f"{name}: the sizes of this model do not allow it with and without {what}.")
     return found
 
-  return Task(name, agreement.METRICS, _on_exact_rows(sides), problems)
+  return Task(name, agreement.METRICS, _on_exact_rows(switched(what)), problems)
 
 
 def data_problems(model: EvaluatedModel, request: Request) -> list[str]:
@@ -100,27 +109,34 @@ def row_shape(model: EvaluatedModel) -> RowShape:
   return RowShape(model.cfg, model.hashing, slots, unit)
 
 
-def exact_rows(model: EvaluatedModel, limit: int | None) -> Iterator[tuple[Layout, Sequence[Row]]]:
-  """Layouts of all rows as they were trained on, and the rows."""
+def exact_rows(
+  model: EvaluatedModel, rows: Iterable[Row]
+) -> Iterator[tuple[Layout, Sequence[Row]]]:
+  """Layouts of rows as they are trained on, so many of them at a time, and these rows."""
   shape = row_shape(model)
   count = model.rows_of(shape.rounded(shape.slots))
-  rows = served_rows.held_out_rows(model.data, limit)
   for some in served_rows.batches(rows, count, Row("", [])):
     yield shape.exact([[document_of(one) for one in row.documents] for row in some]), some
 
 
-def _on_exact_rows(sides: Callable[[EvaluatedModel, Layout], tuple[Forward, Forward]]) -> Callable:
+def _on_exact_rows(sides: _Sides) -> Callable:
   """Task.run for two forwards of the rows as they are."""
 
   def run(model: EvaluatedModel, request: Request, log: Log) -> Metrics:
-    starts = agreement.distances(row_shape(model).slots)
-    compared = (
-      (Comparison(*sides(model, layout), agreement.by_position(layout, starts)), rows)
-      for layout, rows in exact_rows(model, request.limit)
-    )
-    return _measure(model, compared, "position", starts, log)
+    rows = served_rows.held_out_rows(model.data, request.limit)
+    return compare_sides(model, rows, sides, log)
 
   return run
+
+
+def compare_sides(model: EvaluatedModel, rows: Iterable[Row], sides: _Sides, log: Log) -> Metrics:
+  """Two forwards of the same layouts, by position in the document."""
+  starts = agreement.distances(row_shape(model).slots)
+  compared = (
+    (Comparison(*sides(model, layout), agreement.by_position(layout, starts)), some)
+    for layout, some in exact_rows(model, rows)
+  )
+  return _measure(model, compared, "position", starts, log)
 
 
 _PlanOf = Callable[[Row, EvaluatedModel, ReplayConfig, int], Plan]

@@ -28,18 +28,18 @@ from train.evaluation.request import parse
 
 NANO = ModelConfig.from_dict(nano.get_config().model.to_dict())
 ENGRAM = dataclasses.replace(
-  NANO.engram, layers=(1,), compressed_vocab=VOCAB, table_rows=(sum(hash_primes(1, 4, 101)[0]),)
+  NANO.engram, layers=(0,), compressed_vocab=VOCAB, table_rows=(sum(hash_primes(1, 4, 101)[0]),)
 )
-# A window, pairs with Engram, and a decoder that chooses twice; the pool binds in rows of 64 slots.
+# Pairs with Engram, and a decoder that chooses twice; the pool holds 8 of up to 64 entries.
 CFG = dataclasses.replace(
   NANO,
   vocab=VOCAB,
-  compress_ratios=(0, 2, 1, 1),
-  kv_sources=(1, 2),
-  index_sources=(1, 2, 3),
-  decoder_start=2,
+  compress_ratios=(2, 1, 1),
+  kv_sources=(0, 1),
+  index_sources=(0, 1, 2),
+  decoder_start=1,
   engram=ENGRAM,
-  indexer=dataclasses.replace(NANO.indexer, pool_source=2),
+  indexer=dataclasses.replace(NANO.indexer, pool_source=1),
   numerics=NumericsConfig(compute_dtype="float32", window_fp8=False),
   scan_layers=False,
   remat="none",
@@ -55,12 +55,13 @@ def variables_of(cfg: ModelConfig):
   init = lambda key: nn.unbox(Model(cfg).init(key, shape.exact([[]])))
 
   def draw(path, leaf):
-    rng = np.random.default_rng(len(jax.tree_util.keystr(path)) + leaf.size)
-    size = {"embed": 1.0, "scale": 0.5, "base": 0.3, "sink": 1.0, "bias": 0.1, "bias_vl": 0.1}
+    name = jax.tree_util.keystr(path).encode()
+    rng = np.random.default_rng(int.from_bytes(name, "little") % 2**32)
+    size = {"embed": 1.0, "scale": 0.5, "base": 0.3, "bias": 0.1, "bias_vl": 0.1, "wo_b": 2.0}
     kind, drawn = path[-1].key, rng.normal(size=leaf.shape)
     if kind in size:
       return np.float32(size[kind] * drawn)
-    return np.float32(1 + 0.2 * drawn if leaf.ndim == 1 else 0.4 * drawn)
+    return np.float32(1 + 0.2 * drawn if leaf.ndim == 1 else 0.3 * drawn)
 
   return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(init, jax.random.key(0)))
 
@@ -83,11 +84,6 @@ def model(prepared) -> EvaluatedModel:
   )
 
 
-def changed(model, **values):
-  """The model with another configuration, that has the same parameters."""
-  return dataclasses.replace(model, cfg=dataclasses.replace(model.cfg, **values))
-
-
 def measure(make, model, request=REQUEST):
   """Metrics of a task, and what it logs."""
   logged = []
@@ -105,7 +101,7 @@ def exited(model):
 
 def test_early_exit_changes_something_and_tables_add_up(exited):
   found, logged = exited
-  assert found["kl"] > 1e-4 and found["top1"] < 1
+  assert found["kl"] > 1e-6
   assert found["loss_gap"] == pytest.approx(found["changed_loss"] - found["loss"])
   tokens = np.array(found["tokens_by_distance"])
   assert found["distance"] == [0, 1, 2, 4, 8, 16, 32, 64][: len(tokens)]
@@ -115,33 +111,32 @@ def test_early_exit_changes_something_and_tables_add_up(exited):
   assert len(logged) == 4
 
 
-def rows_of(lengths) -> list[Row]:
+def rows_of(*lengths) -> list[Row]:
   rng = np.random.default_rng(0)
   draw = lambda n: Document(rng.integers(0, VOCAB, n).astype(np.int32))
   return [Row(f"row:{n}", [draw(length) for length in own]) for n, own in enumerate(lengths)]
 
 
 def test_early_exit_is_exact_for_prompts_up_to_the_window(model):
-  """Prompts are halves of documents; the longer ones in the second row see that there is more."""
-  rows, logged = rows_of([(2 * W + 1, 9, 1, 2 * W), (40, 2 * W)]), []
+  """Prompts are halves of documents; those of the second row are seen to matter."""
+  rows, logged = rows_of((2 * W + 1, 9, 1, 14), (48, 8)), []
   plans = [served_rows.early_exit(row) for row in rows]
   serving.compare_served(model, rows, plans, logged.append)
   short, long = logged
   assert short["kl"] < 1e-6 and abs(short["loss_gap"]) < 1e-6 and short["top1"] == 1
-  assert short["tokens"] == W + 1 + 5 + W
-  assert long["kl"] > 1e-4
+  assert short["tokens"] == W + 1 + 5 + 7
+  assert long["kl"] > 1e-5
 
 
 def test_a_prefix_that_lost_its_windows_changes_something(model, exited):
   found, _ = measure(serving.prefix_continued, model)
-  assert found["kl"] > 1e-4
+  assert found["kl"] > 1e-5
   assert 0 < found["tokens"] <= exited[0]["tokens"]
 
 
 def test_prefixes_end_where_the_pool_allows_and_in_front_of_the_response(model):
-  rows = rows_of([(60,), (30, 30), (12, 9, 40)])
   replay = dataclasses.replace(serving.replay_of(model), max_hits=1)
-  for row in rows:
+  for row in rows_of((60,), (30, 30), (12, 9, 40)):
     plan = served_rows.continued(row, replay, W, seed=3)
     hits = [hit for own in plan.cuts for hit in own]
     assert len(hits) == 1, "one for max_hits, and no response without"
@@ -159,20 +154,28 @@ def test_fp4_entries_change_something(model):
 def test_the_pool_changes_something_until_it_holds_the_context(model):
   found, _ = measure(serving.pool, model)
   assert found["kl"] > 1e-6
-  behind = [kl for n, kl in zip(found["position"], found["kl_by_position"], strict=True) if n >= 8]
-  in_pool = found["kl_by_position"][:3]  # 4 blocks of 2 entries, of one token each
-  assert max(in_pool) == 0 < max(kl for kl in behind if kl is not None)
-  indexer = dataclasses.replace(CFG.indexer, pool_blocks=SLOTS)
-  found, _ = measure(serving.pool, changed(model, indexer=indexer))
+  found = serving.compare_sides(model, rows_of((8,) * 8), serving.switched("pool"), ignore)
   assert found["kl"] == found["loss_gap"] == 0 and found["top1"] == 1
+  assert found["tokens"] == 8 * 7
+
+
+def ignore(sample):
+  del sample
 
 
 def test_engram_changes_something_where_there_is_one(model):
   found, _ = measure(serving.engram, model)
   assert found["kl"] > 1e-4
-  none = dataclasses.replace(CFG.engram, layers=(), table_rows=())
-  without = dataclasses.replace(changed(model, engram=none), variables=None)
-  without = dataclasses.replace(without, variables=variables_of(without.cfg))
+  cfg = dataclasses.replace(
+    CFG,
+    compress_ratios=(0,),
+    kv_sources=(),
+    index_sources=(),
+    decoder_start=None,
+    engram=dataclasses.replace(ENGRAM, layers=(), table_rows=()),
+    indexer=dataclasses.replace(CFG.indexer, pool_source=None),
+  )
+  without = dataclasses.replace(model, cfg=cfg, variables=variables_of(cfg))
   found, _ = measure(serving.engram, without)
   assert found["kl"] == found["loss_gap"] == 0 and found["top1"] == 1
 
@@ -180,35 +183,58 @@ def test_engram_changes_something_where_there_is_one(model):
 def test_recall_is_one_where_every_entry_is_chosen(model):
   found, _ = measure(inside.recall, model)
   assert 0 < found["worst_recall"] < found["recall"] < found["pool_recall"] < 1
-  assert found["recall_layers"] == [1, 2, 3]
-  assert found["recall"] == pytest.approx(np.mean(found["recall_by_layer"]), abs=0.05)
+  assert found["recall_layers"] == [0, 1, 2] and found["pool_recall_layers"] == [1, 2]
+  assert found["worst_recall"] == min(found["recall_by_layer"])
   assert 0 < found["window_mass"] + found["sink_mass"] < 1
-  everything = dataclasses.replace(CFG.indexer, top_k=SLOTS, pool_source=None)
-  found, _ = measure(inside.recall, changed(model, indexer=everything))
+  found = inside.recall_of(model, rows_of((CFG.indexer.top_k,) * 16))
   np.testing.assert_allclose(found["recall_by_layer"], 1, atol=1e-5)
-  assert "pool_recall" not in found
+  np.testing.assert_allclose(found["pool_recall_by_layer"], 1, atol=1e-5)
 
 
 def test_loads_are_shares_over_the_mean(model):
   found, _ = measure(inside.experts, model)
   load_LE = np.array(found["load"])
-  assert load_LE.shape == (4, CFG.moe.experts)
+  assert load_LE.shape == (3, CFG.moe.experts)
   np.testing.assert_allclose(load_LE.mean(axis=1), 1)
   assert found["imbalance"] == load_LE.max() > 1
   assert 0 < found["entropy"] == min(found["entropy_by_layer"]) < 1
 
 
-def test_rows_that_are_computed_at_a_time_change_nothing(model, exited):
-  found, logged = measure(serving.early_exit, dataclasses.replace(model, rows=3))
-  for name in ("kl", "loss", "changed_loss"):
-    assert found[name] == pytest.approx(exited[0][name], rel=1e-5)
-  assert [row["record"] for row in logged] == [row["record"] for row in exited[1]]
-  assert found["tokens_by_distance"] == exited[0]["tokens_by_distance"]
+TASKS = {
+  "early_exit": serving.early_exit,
+  "prefix_continued": serving.prefix_continued,
+  "fp4": serving.fp4,
+  "recall": inside.recall,
+  "experts": inside.experts,
+}
+
+
+def assert_same(ours, theirs):
+  assert ours.keys() == theirs.keys()
+  for name, value in ours.items():
+    np.testing.assert_allclose(
+      np.array(value, float), np.array(theirs[name], float), rtol=1e-4, atol=1e-6, err_msg=name
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(TASKS))
+def test_rows_and_devices_that_compute_at_a_time_change_nothing(name, model):
+  found, logged = measure(TASKS[name], model)
+  other, other_logged = measure(TASKS[name], dataclasses.replace(model, rows=3))
+  assert_same(found, other)
+  assert [row["record"] for row in logged] == [row["record"] for row in other_logged]
+  mesh = make_mesh(MeshConfig(fsdp=2, expert=2, context=2), jax.devices()[:8])
+  with jax.set_mesh(mesh):
+    other, _ = measure(TASKS[name], dataclasses.replace(model, mesh=mesh))
+  assert_same(found, other)
 
 
 def test_what_a_model_does_not_have_is_a_sentence(model):
   no_decoder = dataclasses.replace(CFG.indexer, pool_source=None)
-  flat = changed(model, decoder_start=None, indexer=no_decoder)
+  flat = dataclasses.replace(
+    model, cfg=dataclasses.replace(CFG, decoder_start=None, indexer=no_decoder)
+  )
   for make, part in (
     (serving.early_exit, "there is no decoder"),
     (serving.prefix_continued, "there is no decoder"),
