@@ -23,8 +23,7 @@ from train.evaluation.served_rows import held_out_rows
 from train.evaluation.serving import data_problems, exact_rows
 from train.evaluation.task import Log, Metrics, Task
 
-# Of a row, evenly spaced: four times what a run looks at, since there is no next step to wait for.
-QUERIES = 64
+QUERIES = 16  # of a row, evenly spaced: as many as a run looks at unless told otherwise
 
 
 def recall(name: str, rest: str, request: Request) -> Task:

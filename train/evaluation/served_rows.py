@@ -100,8 +100,9 @@ class RowShape(NamedTuple):
     used = (sum(decoder_slots_of(own, window) for own in plan.turns) for plan in plans)
     server = Replay(
       window=window,
-      decoder_slots=self.rounded(max(used, default=1)),
-      hit_multiple=replay.hit_multiple,
+      # A device holds at least a window less one of them.
+      decoder_slots=self.rounded(max(self.unit * window, *used)),
+      hit_multiple=replay.hit_multiple if most else 1,
       short_input=replay.short_input,
     )
     slots = self.rounded(self.slots + most * window)

@@ -41,7 +41,7 @@ def prefix_continued(name: str, rest: str, request: Request) -> Task:
   By distance from the beginning of the response, not counting those without such a prefix.
   """
   del rest, request
-  return Task(name, agreement.METRICS, _against_exact(_continued), _decoder_problems)
+  return Task(name, agreement.METRICS, _against_exact(_continued), _prefix_problems)
 
 
 def fp4(name: str, rest: str, request: Request) -> Task:
@@ -100,6 +100,16 @@ def _decoder_problems(model: EvaluatedModel, request: Request) -> list[str]:
   found = data_problems(model, request)
   if model.cfg.decoder_start is None:
     found.append("model.decoder_start is none: there is no decoder that tokens could leave out.")
+  return found
+
+
+def _prefix_problems(model: EvaluatedModel, request: Request) -> list[str]:
+  found, window = _decoder_problems(model, request), model.cfg.attention.window
+  if window % (block := served_rows.hit_multiple(model.cfg)):
+    found.append(
+      f"model.attention.window is {window}, but copies of a window must be whole blocks of the "
+      f"candidate pool, {block} tokens each."
+    )
   return found
 
 
