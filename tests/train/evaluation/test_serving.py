@@ -34,6 +34,7 @@ ENGRAM = dataclasses.replace(
 CFG = dataclasses.replace(
   NANO,
   vocab=VOCAB,
+  sinkhorn_iterations=1,
   compress_ratios=(2, 1, 1),
   kv_sources=(0, 1),
   index_sources=(0, 1, 2),
@@ -128,6 +129,7 @@ def test_early_exit_is_exact_for_prompts_up_to_the_window(model):
   assert long["kl"] > 1e-5
 
 
+@pytest.mark.slow
 def test_a_prefix_that_lost_its_windows_changes_something(model, exited):
   found, _ = measure(serving.prefix_continued, model)
   assert found["kl"] > 1e-5
@@ -146,6 +148,7 @@ def test_prefixes_end_where_the_pool_allows_and_in_front_of_the_response(model):
         assert hit % 2 == 0 and end == len(document.tokens) and hit != NO_HIT
 
 
+@pytest.mark.slow
 def test_fp4_entries_change_something(model):
   found, _ = measure(serving.fp4, model)
   assert 1e-6 < found["kl"] < 1
