@@ -21,6 +21,7 @@ from deepseek_jax.layout import Document, Layout, build_layout, stack_layouts
 from deepseek_jax.model import Model
 from deepseek_jax.ngram import NgramHash
 from deepseek_jax.ops.token_scores import TokenScores, token_scores
+from deepseek_jax.sampling.cache import decoding_config
 from deepseek_jax.sampling.generate import Sampling, generate
 from deepseek_jax.sampling.sampler import Sampler
 from deepseek_jax.sharding import batch_pieces
@@ -55,6 +56,7 @@ class EvaluatedModel:
   """A checkpoint on its devices. Use it under `jax.set_mesh` of its mesh."""
 
   checkpoint: Checkpoint
+  sha256: str  # of the checkpoint
   cfg: ModelConfig  # scan_layers=False
   settings: Settings  # of the run; defaults around cfg for a release
   variables: Any  # {"params", "balance"}, a subtree per layer, float32
@@ -74,7 +76,12 @@ class EvaluatedModel:
   @functools.cached_property
   def sampler(self) -> Sampler:
     """Of the decode path, with the rows of its caches packed or not."""
-    return Sampler(self.cfg, self.variables, self.hashing, packed=self.packed)
+    return _sampler(self.cfg, self.packed).of(self.variables, self.hashing)
+
+  def generation_problems(self) -> list[str]:
+    """Why no text can be generated, in plain sentences."""
+    found = decoding_config(self.cfg, packed=self.packed).problems()
+    return [*found, "--cache plain keeps rows as they are computed."] if found else []
 
   def encode(self, text: str) -> np.ndarray:
     """int32 tokens of a text behind BOS."""
@@ -189,9 +196,9 @@ class EvaluatedModel:
         others have a power of two times as many. None: those of the data.
     """
     unit = math.lcm(*self.cfg.ratios, 1) * self.mesh.shape["context"]
-    base = self.data[0].slots if base is None else base
-    base += -base % unit
-    return base << max(0, math.ceil(math.log2(longest / base)))
+    slots = self.data[0].slots if base is None else base
+    slots += -slots % unit
+    return slots << max(0, math.ceil(math.log2(longest / slots)))
 
   def rows_of(self, slots: int) -> int:
     """How many rows of so many slots are computed at a time: as many tokens as `rows` rows of the
@@ -225,6 +232,12 @@ def _score_program(cfg: ModelConfig, chunk_tokens: int) -> Any:
     )
 
   return jax.jit(score)
+
+
+@functools.lru_cache(maxsize=4)
+def _sampler(cfg: ModelConfig, packed: bool) -> Sampler:
+  """The programs of decoding, without weights; for all checkpoints of a run."""
+  return Sampler(cfg, None, None, packed=packed)
 
 
 def _with_rows(layout: Layout, rows: int) -> Layout:

@@ -24,6 +24,10 @@ def open_evaluated(checkpoint: Checkpoint, request: Request, mesh: Mesh) -> Eval
   Raises: UsageError for a checkpoint that is damaged, and for data that do not fit it.
   """
   stored = open_model("--checkpoint", str(checkpoint.path))
+  try:
+    sha256 = checkpoint.sha256()
+  except OSError as error:
+    raise UsageError([f"{checkpoint.path} cannot be read: {error.strerror}."]) from None
   settings = stored.settings or Settings(model=stored.cfg)
   folders = request.data or settings.data.paths
   if not folders:
@@ -43,6 +47,7 @@ def open_evaluated(checkpoint: Checkpoint, request: Request, mesh: Mesh) -> Eval
   model = functools.partial(
     EvaluatedModel,
     checkpoint=checkpoint,
+    sha256=sha256,
     cfg=stored.cfg,
     settings=settings,
     data=prepared,

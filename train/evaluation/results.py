@@ -26,6 +26,8 @@ _FIELDS = {
   "results": dict,
 }
 
+_OWNER = ("checkpoint_sha256", "step")  # of a sample, beside its task
+
 
 class Results:
   """The records of a file; without one they are in memory alone."""
@@ -35,12 +37,13 @@ class Results:
     self._path = None if file is None else storage_path(file)
     self.records: list[dict[str, Any]] = [] if self._path is None else _read(self._path)
 
-  def record(self, model: EvaluatedModel, sha256: str, request: Request) -> dict[str, Any]:
+  def record(self, model: EvaluatedModel, request: Request) -> dict[str, Any]:
     """The record of a checkpoint, which is made if there is none yet.
 
     Raises: UsageError where the file has results that were made with other settings.
     """
-    made = _new_record(model, sha256, request)
+    made = _new_record(model, request)
+    sha256 = made["checkpoint_sha256"]
     problems = []
     for record in self.records:
       problems += _differences(record["settings"], made["settings"])
@@ -58,11 +61,12 @@ class Results:
     """Whether the record has the task. Raises UsageError if that is about another source."""
     if task.name not in record["results"]:
       return False
-    if record["sources"].get(task.name, "") != task.source:
+    if (before := record["sources"].get(task.name, "")) != task.source:
       raise UsageError(
         [
-          f"{self._path} has results of {task.name} from when its file was another one; name "
-          "another --output."
+          f"{self._path} has results of {task.name} that are of another file, or of programs that "
+          f"were run otherwise ({before or 'none'}, now {task.source or 'none'}); name another "
+          "--output."
         ]
       )
     return True
@@ -86,11 +90,11 @@ class Samples:
     if self._path is not None:
       self._lines()
 
-  def write(self, sha256: str, task: Task, step: int | None, samples: Sequence[Mapping]) -> None:
-    """Puts the samples of a task behind all others."""
+  def write(self, record: Mapping[str, Any], task: Task, samples: Sequence[Mapping]) -> None:
+    """Puts the samples of a task of a record behind all others."""
     if self._path is None:
       return
-    own = {"checkpoint_sha256": sha256, "step": step, "task": task.name}
+    own = {name: record[name] for name in _OWNER} | {"task": task.name}
     kept = [line for line in self._lines() if any(line[key] != own[key] for key in own)]
     lines = [*kept, *({**own, **sample} for sample in samples)]
     text = "".join(json.dumps(_plain(line), ensure_ascii=False) + "\n" for line in lines)
@@ -101,20 +105,20 @@ class Samples:
     text = _text("--log-samples", self._path)
     try:
       lines = [json.loads(line) for line in text.splitlines()]
-      if all("checkpoint_sha256" in line and "task" in line and "step" in line for line in lines):
+      if all(name in line for line in lines for name in (*_OWNER, "task")):
         return lines
     except (ValueError, TypeError):
       pass
     raise UsageError([f"--log-samples {self._path} is there and holds no samples of evaluate."])
 
 
-def _new_record(model: EvaluatedModel, sha256: str, request: Request) -> dict[str, Any]:
+def _new_record(model: EvaluatedModel, request: Request) -> dict[str, Any]:
   found = environment()
   data = [{"folder": str(d.folder), "fingerprint": d.fingerprint} for d in model.data]
   return {
     "checkpoint": str(model.checkpoint.path),
     "step": model.checkpoint.step,
-    "checkpoint_sha256": sha256,
+    "checkpoint_sha256": model.sha256,
     "config": dataclasses.asdict(model.settings),
     "settings": request.decides() | {"data": data},
     "versions": found["versions"] | {"git": found["git"]["revision"]},

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from train.errors import UsageError, hint
-from train.evaluation import perplexity
+from train.evaluation import exact_match, humaneval, multiple_choice, perplexity
 from train.evaluation.request import Request
 from train.evaluation.task import Task
 
@@ -17,6 +17,19 @@ class Kind(NamedTuple):
 
 REGISTRY = {
   "perplexity": Kind("bits per byte of the validation part of the data", perplexity.make),
+  "multiple_choice": Kind(
+    "accuracy of the likeliest choice; lines of context, choices, answer",
+    multiple_choice.make,
+    "FILE.jsonl",
+  ),
+  "exact_match": Kind(
+    "share of answers that are written; lines of prompt, answer[, stop, max_new_tokens]",
+    exact_match.make,
+    "FILE.jsonl",
+  ),
+  "humaneval": Kind(
+    "likelihood of its solutions; with --execute also pass@k", humaneval.make, "[FILE.jsonl]"
+  ),
 }
 
 
@@ -31,10 +44,11 @@ def find_tasks(request: Request) -> list[Task]:
         raise UsageError([f"--tasks {name} is not a task; {known}."])
       takes = REGISTRY[kind].takes
       if bool(colon and rest) < bool(takes and takes[0] != "[") or (colon and not takes):
-        raise UsageError([f"--tasks {name} is not complete; accepted is {_form(kind)}."])
+        raise UsageError([f"--tasks {name} has not the form {_form(kind)}."])
       tasks.append(REGISTRY[kind].make(name, rest, request))
     except UsageError as error:
       problems += error.problems
+  problems += [] if request.tasks else [f"--tasks names none of {', '.join(REGISTRY)}."]
   problems += [f"--tasks names {n} twice." for n in _twice(request.tasks)]
   if problems:
     raise UsageError(problems)
