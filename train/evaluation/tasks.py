@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from train.errors import UsageError, hint
-from train.evaluation import exact_match, humaneval, multiple_choice, perplexity
+from train.evaluation import exact_match, humaneval, lm_eval_tasks, multiple_choice, perplexity
 from train.evaluation.request import Request
 from train.evaluation.task import Task
 
@@ -29,6 +29,9 @@ REGISTRY = {
   ),
   "humaneval": Kind(
     "likelihood of its solutions; with --execute also pass@k", humaneval.make, "[FILE.jsonl]"
+  ),
+  "lm_eval": Kind(
+    "a task of lm-eval (extra `eval`), by name or from a file", lm_eval_tasks.make, "TASK|FILE.yaml"
   ),
 }
 

@@ -6,7 +6,8 @@ import pytest
 
 from train.evaluation.conditions import Condition, failed, problems, read_condition
 
-METRICS = {"perplexity": ("bits_per_byte", "top1"), "multiple_choice:a.b.jsonl": ("accuracy",)}
+CHOICE = "multiple_choice:a.b.jsonl"
+METRICS = {"perplexity": ("bits_per_byte", "top1"), CHOICE: ("accuracy",)}
 
 
 @pytest.mark.parametrize(
