@@ -48,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
           continue
         raise
       show(checkpoint, record, tasks)
-      failed += conditions.failed(request.fail_if, record["results"])
+      measured = {t.name: record["results"].get(t.name, {}) for t in tasks}
+      failed += conditions.failed(request.fail_if, measured)
   for sentence in failed:
     print(sentence)
   return Exit.CHECK_FAILED if failed else Exit.DONE

@@ -145,11 +145,15 @@ class EvaluatedModel:
       sampling: greedy unless told otherwise.
     """
     by_length = sorted(range(len(prompts)), key=lambda n: (len(prompts[n]), n))
+    rows = min(self.rows, len(prompts))
+    rows += -rows % self._row_pieces
     texts: dict[int, str] = {}
-    for some in _some(by_length, self.rows + -self.rows % self._row_pieces):
-      tokens = self._continue([prompts[n] for n in some], some, max_new_tokens, stop, sampling)
+    for some in _some(by_length, rows):
+      filled = [*some, *[some[-1]] * (rows - len(some))]  # all groups are of one shape
+      own = [prompts[n] for n in filled]
+      tokens = self._continue(own, filled, max_new_tokens, stop, sampling)
       decode = lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True)
-      texts |= {n: _cut(decode(ids), stop) for n, ids in zip(some, tokens, strict=True)}
+      texts |= {n: _cut(decode(ids), stop) for n, ids in zip(filled, tokens, strict=True)}
     return [texts[n] for n in range(len(prompts))]
 
   def _continue(
@@ -163,20 +167,19 @@ class EvaluatedModel:
     """New tokens of some prompts, computed side by side, in a cache of one of few sizes."""
     eos, longest = self.data[0].eos, max(map(len, prompts))
     capacity = _CAPACITY << max(0, math.ceil(math.log2((longest + max_new_tokens) / _CAPACITY)))
-    filled = [*prompts, *[prompts[-1]] * (-len(prompts) % self._row_pieces)]
     steps = generate(
       self.sampler,
-      filled,
+      prompts,
       sampling,
       max_new_tokens=capacity - longest,
       end=eos,
       vocab=self.data[0].vocab,
-      numbers=[*numbers, *[numbers[-1]] * (len(filled) - len(prompts))],
+      numbers=numbers,
     )
     texts: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     for _, tokens in zip(range(max_new_tokens), steps, strict=False):
-      for n, token in enumerate(tokens[: len(prompts)]):
+      for n, token in enumerate(tokens):
         if ended[n] or token is None:
           continue
         if token != eos:

@@ -7,6 +7,8 @@ goes on with the next one.
 import dataclasses
 import json
 import math
+import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,7 +79,7 @@ class Results:
     if task.source:
       record["sources"][task.name] = task.source
     if self._path is not None:
-      ordered = sorted(self.records, key=lambda r: (r["step"] is None, r["step"]))
+      ordered = sorted(self.records, key=lambda r: -1 if r["step"] is None else r["step"])
       _write("--output", self._path, json.dumps(ordered, indent=1, allow_nan=False) + "\n")
 
 
@@ -114,13 +116,13 @@ class Samples:
 
 def _new_record(model: EvaluatedModel, request: Request) -> dict[str, Any]:
   found = environment()
-  data = [{"folder": str(d.folder), "fingerprint": d.fingerprint} for d in model.data]
+  data = {"data": [prepared.fingerprint for prepared in model.data]}
   return {
     "checkpoint": str(model.checkpoint.path),
     "step": model.checkpoint.step,
     "checkpoint_sha256": model.sha256,
     "config": dataclasses.asdict(model.settings),
-    "settings": request.decides() | {"data": data},
+    "settings": request.decides() | data,
     "versions": found["versions"] | {"git": found["git"]["revision"]},
     "sources": {},
     "results": {},
@@ -151,10 +153,12 @@ def _read(path: StoragePath) -> list[dict[str, Any]]:
 
 
 def _text(name: str, path: StoragePath) -> str:
-  """Of a file, "" if there is none. Raises UsageError where it cannot be read."""
+  """Of a file, "" if there is none. Raises UsageError where it can be neither read nor written."""
   try:
     return path.read_text(encoding="utf-8")
   except FileNotFoundError:
+    if isinstance(path, pathlib.Path) and not os.access(path.absolute().parent, os.W_OK):
+      raise UsageError([f"{name} {path} cannot be written: no such folder to write to."]) from None
     return ""
   except UnicodeDecodeError:
     raise UsageError([f"{name} {path} is there and is no text."]) from None

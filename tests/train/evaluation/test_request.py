@@ -55,6 +55,14 @@ def test_what_the_arguments_name_is_looked_at_before_anything_is_computed(tmp_pa
   assert (tmp_path / "results.json").read_text() == "{}"
 
 
+def test_files_that_could_not_be_written_at_the_end_are_refused_at_the_start(tmp_path, capsys):
+  words = ["--checkpoint=nowhere", "--tasks=perplexity", f"--output={tmp_path}/none/r.json"]
+  assert main(["evaluate", *words, f"--log-samples={tmp_path}"]) == Exit.USAGE
+  error = capsys.readouterr().err
+  assert f"--output {tmp_path}/none/r.json cannot be written: no such folder to write to." in error
+  assert f"--log-samples {tmp_path} cannot be read: Is a directory." in error
+
+
 def test_conditions_may_be_given_several_times():
   asked = request("run", "--fail-if=a>1", "--fail-if", "b.c < 2", "--limit=3")
   assert asked.fail_if == (Condition("a", ">", 1.0), Condition("b.c", "<", 2.0))
