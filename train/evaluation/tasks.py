@@ -66,8 +66,9 @@ def table() -> str:
 
 def _form(name: str) -> str:
   takes = REGISTRY[name].takes
-  optional = takes.startswith("[")
-  return f"{name}[:{takes[1:]}" if optional else f"{name}:{takes}" if takes else name
+  if takes.startswith("["):
+    return f"{name}[:{takes.strip('[]')}]"
+  return f"{name}:{takes}" if takes else name
 
 
 def _twice(names: Sequence[str]) -> list[str]:
