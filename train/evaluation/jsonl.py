@@ -88,6 +88,8 @@ def _record(line: bytes, fields: Fields, check: Check) -> tuple[dict[str, Any], 
     return {}, f"it is no JSON ({error})"
   if not isinstance(record, dict):
     return {}, "it is no JSON object"
+  if _is_broken(record):
+    return {}, "it holds half of a surrogate pair, which is no text"
   wrong = []
   for name, field in fields.items():
     if name not in record:
@@ -95,6 +97,14 @@ def _record(line: bytes, fields: Fields, check: Check) -> tuple[dict[str, Any], 
     elif not field.accepts(record[name]):
       wrong.append(f"{name} must be {field.accepted}, got {_short(record[name])}")
   return record, "; ".join(wrong) or check(record)
+
+
+def _is_broken(record: dict[str, Any]) -> bool:
+  try:
+    json.dumps(record, ensure_ascii=False).encode()
+  except UnicodeEncodeError:
+    return True
+  return False
 
 
 def _short(value: Any) -> str:

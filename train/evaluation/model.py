@@ -69,9 +69,8 @@ class EvaluatedModel:
 
   @functools.cached_property
   def hashing(self) -> NgramHash | None:
-    return (
-      NgramHash(self.cfg.engram, self.data[0].compressed_id()) if self.cfg.engram.layers else None
-    )
+    engram = self.cfg.engram
+    return NgramHash(engram, self.data[0].compressed_id()) if engram.layers else None
 
   @functools.cached_property
   def sampler(self) -> Sampler:
@@ -144,6 +143,8 @@ class EvaluatedModel:
       stop: strings that end a text and are no part of it.
       sampling: greedy unless told otherwise.
     """
+    if not prompts:
+      return []
     by_length = sorted(range(len(prompts)), key=lambda n: (len(prompts[n]), n))
     rows = min(self.rows, len(prompts))
     rows += -rows % self._row_pieces
@@ -198,8 +199,10 @@ class EvaluatedModel:
       base: slots of a row that is not longer, made so many that ratios and mesh divide them; the
         others have a power of two times as many. None: those of the data.
     """
-    unit = math.lcm(*self.cfg.ratios, 1) * self.mesh.shape["context"]
-    slots = self.data[0].slots if base is None else base
+    pieces = self.mesh.shape["context"]
+    unit = math.lcm(*self.cfg.ratios, 1) * pieces
+    least = pieces * (self.cfg.attention.window - 1) if pieces > 1 else 1  # windows reach one piece
+    slots = max(least, self.data[0].slots if base is None else base)
     slots += -slots % unit
     return slots << max(0, math.ceil(math.log2(longest / slots)))
 

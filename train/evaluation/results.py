@@ -106,7 +106,7 @@ class Samples:
     assert self._path is not None
     text = _text("--log-samples", self._path)
     try:
-      lines = [json.loads(line) for line in text.splitlines()]
+      lines = [json.loads(line) for line in text.split("\n") if line]  # text may hold U+2028
       if all(name in line for line in lines for name in (*_OWNER, "task")):
         return lines
     except (ValueError, TypeError):

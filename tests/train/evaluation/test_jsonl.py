@@ -31,6 +31,7 @@ def problems_of(make, file):
   [
     ("{", "it is no JSON (Expecting property name enclosed in double quotes"),
     ("[1]", "it is no JSON object."),
+    (GOOD | {"context": "\ud800"}, "it holds half of a surrogate pair, which is no text."),
     (GOOD | {"context": 1}, "context must be text, got 1."),
     ({"context": "", "answer": 0}, "choices is missing."),
     (GOOD | {"choices": "ab"}, 'choices must be a list of texts that are not empty, got "ab".'),

@@ -6,11 +6,13 @@ import jax
 import numpy as np
 import pytest
 
+from configs.schema import Stage
 from deepseek_jax.layout import Document, build_layout
 from deepseek_jax.model import Model, logits
 from tests.train.evaluation.conftest import opened
 from train.evaluation.continuations import continuations
 from train.evaluation.model import Scored
+from train.evaluation.opening import settings_at
 from train.generate import lay_mesh
 
 WORDS = ["expert", "router", "stream", "entry", "window", "query", "layer", "token", "slot"]
@@ -110,6 +112,15 @@ def test_continuations_are_asked_for_from_where_they_part(model):
 
 def test_no_sequences_need_no_model(model):
   assert dataclasses.replace(model, variables=None).log_likelihoods([]) == []
+
+
+def test_a_checkpoint_is_measured_as_its_stage_has_it(model):
+  pool = {"model.indexer.pool_source": None}
+  stage = Stage(name="later", tokens=4 * 64 * 4, changes=pool)
+  settings = dataclasses.replace(model.settings, stages=(stage,))
+  sources = [settings_at(settings, n).model.indexer.pool_source for n in (0, 1, 4, 5, 8, 99)]
+  assert sources == [3, 3, 3, None, None, None]
+  assert settings_at(model.settings, None) == model.settings
 
 
 def test_rows_are_filled_up_to_what_a_mesh_cuts(trained):
