@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from deepseek_jax.by_slots import by_slots
+from deepseek_jax.layout import Array
 from deepseek_jax.ops.chunks import over_queries
 from deepseek_jax.ops.matmul import einsum_f32
 
 
 class TokenScores(NamedTuple):
-  log_p_BT: jax.Array  # float32, nats
-  is_top_BT: jax.Array  # bool, no other token is likelier (of equals the lowest id counts)
+  log_p_BT: Array  # float32, nats
+  is_top_BT: Array  # bool, no other token is likelier (of equals the lowest id counts)
 
 
 def token_scores(

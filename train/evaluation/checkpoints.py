@@ -24,6 +24,9 @@ class Checkpoint(NamedTuple):
   def is_step(self) -> bool:
     return self.step is not None
 
+  def is_there(self) -> bool:
+    return manifest.has_manifest(self.path)
+
   def sha256(self) -> str:
     """Of manifest.json, which has the hash of every file; of a release without one, of theirs."""
     if manifest.has_manifest(self.path):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from train.errors import hint
 
 _COMPARISONS = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
-_FORM = re.compile(r"\s*(\S.*?)\s*(>=|<=|>|<)\s*([-+.\w]+)\s*")
+_FORM = re.compile(r"\s*([^\s<>][^<>]*?)\s*(>=|<=|>|<)\s*([-+.\w]+)\s*")
 
 
 class Condition(NamedTuple):

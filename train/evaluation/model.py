@@ -21,6 +21,7 @@ from deepseek_jax.layout import Document, Layout, build_layout, stack_layouts
 from deepseek_jax.model import Model
 from deepseek_jax.ngram import NgramHash
 from deepseek_jax.ops.token_scores import TokenScores, token_scores
+from deepseek_jax.sampling.cache import decoding_config
 from deepseek_jax.sampling.generate import Sampling, generate
 from deepseek_jax.sampling.sampler import Sampler
 from deepseek_jax.sharding import batch_pieces
@@ -55,6 +56,7 @@ class EvaluatedModel:
   """A checkpoint on its devices. Use it under `jax.set_mesh` of its mesh."""
 
   checkpoint: Checkpoint
+  sha256: str  # of the checkpoint
   cfg: ModelConfig  # scan_layers=False
   settings: Settings  # of the run; defaults around cfg for a release
   variables: Any  # {"params", "balance"}, a subtree per layer, float32
@@ -67,14 +69,18 @@ class EvaluatedModel:
 
   @functools.cached_property
   def hashing(self) -> NgramHash | None:
-    return (
-      NgramHash(self.cfg.engram, self.data[0].compressed_id()) if self.cfg.engram.layers else None
-    )
+    engram = self.cfg.engram
+    return NgramHash(engram, self.data[0].compressed_id()) if engram.layers else None
 
   @functools.cached_property
   def sampler(self) -> Sampler:
     """Of the decode path, with the rows of its caches packed or not."""
-    return Sampler(self.cfg, self.variables, self.hashing, packed=self.packed)
+    return _sampler(self.cfg, self.packed).of(self.variables, self.hashing)
+
+  def generation_problems(self) -> list[str]:
+    """Why no text can be generated, in plain sentences."""
+    found = decoding_config(self.cfg, packed=self.packed).problems()
+    return [*found, "--cache plain keeps rows as they are computed."] if found else []
 
   def encode(self, text: str) -> np.ndarray:
     """int32 tokens of a text behind BOS."""
@@ -137,12 +143,18 @@ class EvaluatedModel:
       stop: strings that end a text and are no part of it.
       sampling: greedy unless told otherwise.
     """
+    if not prompts:
+      return []
     by_length = sorted(range(len(prompts)), key=lambda n: (len(prompts[n]), n))
+    rows = min(self.rows, len(prompts))
+    rows += -rows % self._row_pieces
     texts: dict[int, str] = {}
-    for some in _some(by_length, self.rows + -self.rows % self._row_pieces):
-      tokens = self._continue([prompts[n] for n in some], some, max_new_tokens, stop, sampling)
+    for some in _some(by_length, rows):
+      filled = [*some, *[some[-1]] * (rows - len(some))]  # all groups are of one shape
+      own = [prompts[n] for n in filled]
+      tokens = self._continue(own, filled, max_new_tokens, stop, sampling)
       decode = lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True)
-      texts |= {n: _cut(decode(ids), stop) for n, ids in zip(some, tokens, strict=True)}
+      texts |= {n: _cut(decode(ids), stop) for n, ids in zip(filled, tokens, strict=True)}
     return [texts[n] for n in range(len(prompts))]
 
   def _continue(
@@ -156,20 +168,19 @@ class EvaluatedModel:
     """New tokens of some prompts, computed side by side, in a cache of one of few sizes."""
     eos, longest = self.data[0].eos, max(map(len, prompts))
     capacity = _CAPACITY << max(0, math.ceil(math.log2((longest + max_new_tokens) / _CAPACITY)))
-    filled = [*prompts, *[prompts[-1]] * (-len(prompts) % self._row_pieces)]
     steps = generate(
       self.sampler,
-      filled,
+      prompts,
       sampling,
       max_new_tokens=capacity - longest,
       end=eos,
       vocab=self.data[0].vocab,
-      numbers=[*numbers, *[numbers[-1]] * (len(filled) - len(prompts))],
+      numbers=numbers,
     )
     texts: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     for _, tokens in zip(range(max_new_tokens), steps, strict=False):
-      for n, token in enumerate(tokens[: len(prompts)]):
+      for n, token in enumerate(tokens):
         if ended[n] or token is None:
           continue
         if token != eos:
@@ -188,10 +199,12 @@ class EvaluatedModel:
       base: slots of a row that is not longer, made so many that ratios and mesh divide them; the
         others have a power of two times as many. None: those of the data.
     """
-    unit = math.lcm(*self.cfg.ratios, 1) * self.mesh.shape["context"]
-    base = self.data[0].slots if base is None else base
-    base += -base % unit
-    return base << max(0, math.ceil(math.log2(longest / base)))
+    pieces = self.mesh.shape["context"]
+    unit = math.lcm(*self.cfg.ratios, 1) * pieces
+    least = pieces * (self.cfg.attention.window - 1) if pieces > 1 else 1  # windows reach one piece
+    slots = max(least, self.data[0].slots if base is None else base)
+    slots += -slots % unit
+    return slots << max(0, math.ceil(math.log2(longest / slots)))
 
   def rows_of(self, slots: int) -> int:
     """How many rows of so many slots are computed at a time: as many tokens as `rows` rows of the
@@ -225,6 +238,12 @@ def _score_program(cfg: ModelConfig, chunk_tokens: int) -> Any:
     )
 
   return jax.jit(score)
+
+
+@functools.lru_cache(maxsize=4)
+def _sampler(cfg: ModelConfig, packed: bool) -> Sampler:
+  """The programs of decoding, without weights; for all checkpoints of a run."""
+  return Sampler(cfg, None, None, packed=packed)
 
 
 def _with_rows(layout: Layout, rows: int) -> Layout:

@@ -1,5 +1,6 @@
 """From a checkpoint's folder to a model that can be asked."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,6 +10,7 @@ from configs.schema import Settings
 from data.errors import DataError
 from deepseek_jax.checkpoint import CheckpointError, remote_storage, storage
 from deepseek_jax.storage_path import RemotePath
+from train import stages
 from train.errors import UsageError
 from train.evaluation.checkpoints import Checkpoint
 from train.evaluation.model import EvaluatedModel
@@ -24,7 +26,12 @@ def open_evaluated(checkpoint: Checkpoint, request: Request, mesh: Mesh) -> Eval
   Raises: UsageError for a checkpoint that is damaged, and for data that do not fit it.
   """
   stored = open_model("--checkpoint", str(checkpoint.path))
-  settings = stored.settings or Settings(model=stored.cfg)
+  try:
+    sha256 = checkpoint.sha256()
+  except OSError as error:
+    raise UsageError([f"{checkpoint.path} cannot be read: {error.strerror}."]) from None
+  settings = settings_at(stored.settings or Settings(model=stored.cfg), checkpoint.step)
+  cfg = dataclasses.replace(settings.model, scan_layers=False)
   folders = request.data or settings.data.paths
   if not folders:
     raise UsageError([f"{checkpoint.path} names no data: --data must name the tokenizer's."])
@@ -32,18 +39,15 @@ def open_evaluated(checkpoint: Checkpoint, request: Request, mesh: Mesh) -> Eval
   prepared, tokenizer = tuple(one for one, _ in opened), opened[0][1]
   if len({one.tokenizer_sha256 for one in prepared}) > 1:
     raise UsageError([f"The folders {', '.join(folders)} have different tokenizers."])
-  if prepared[0].vocab > stored.cfg.vocab:
-    raise UsageError(
-      [
-        f"The tokenizer in {folders[0]} has {prepared[0].vocab} tokens, the model's vocabulary "
-        f"{stored.cfg.vocab}."
-      ]
-    )
+  if prepared[0].vocab > cfg.vocab:
+    many = f"The tokenizer in {folders[0]} has {prepared[0].vocab} tokens"
+    raise UsageError([f"{many}, the model's vocabulary {cfg.vocab}."])
   _check_tokenizer(checkpoint, folders[0], prepared[0].tokenizer_sha256)
   model = functools.partial(
     EvaluatedModel,
     checkpoint=checkpoint,
-    cfg=stored.cfg,
+    sha256=sha256,
+    cfg=cfg,
     settings=settings,
     data=prepared,
     tokenizer=tokenizer,
@@ -57,6 +61,12 @@ def open_evaluated(checkpoint: Checkpoint, request: Request, mesh: Mesh) -> Eval
     return model(variables=stored.variables(mesh))
   except (CheckpointError, DataError, ValueError) as error:
     raise UsageError([str(error)]) from error
+
+
+def settings_at(settings: Settings, step: int | None) -> Settings:
+  """Those of the stage of a run that took a step; a checkpoint is measured as its stage has it."""
+  plan = stages.resolve(settings)
+  return stages.stage_of(plan, min(max(step or 0, 1), settings.total_steps)).settings
 
 
 def _check_tokenizer(checkpoint: Checkpoint, folder: str, sha256: str) -> None:

@@ -5,7 +5,7 @@ Legend: B rows, T decoder slots, V vocabulary.
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,7 +72,8 @@ def _problems(model: EvaluatedModel, request: Request) -> list[str]:
 
 
 def _run(model: EvaluatedModel, request: Request, log: Log) -> Metrics:
-  sums: dict[str, _Sums] = {}
+  sums: dict[str, _Sums] = {"": _Sums()}  # of all, and of each source
+  buckets: dict[int, _Sums] = defaultdict(_Sums)
   for source, prepared in _sources(model.data):
     of_token_V = token_bytes(model.tokenizer, model.cfg.vocab)
     mean = prepared.validation.bytes_per_token
@@ -89,14 +90,14 @@ def _run(model: EvaluatedModel, request: Request, log: Log) -> Metrics:
         sums.setdefault(place, _Sums()).add(*values)
       for number in np.unique(bucket_BT[layout.weights > 0]):
         chosen = bucket_BT == number
-        own = sums.setdefault(_bucket_name(int(number)), _Sums())
-        own.add(*(value[chosen] for value in values))
+        buckets[int(number)].add(*(value[chosen] for value in values))
       for row, record in enumerate(records):
         if record:
           own = _Sums()
           own.add(*(value[row] for value in values))
           log({"record": record, "source": source, **dataclasses.asdict(own)})
-  return _metrics(sums)
+  named = {_bucket_name(number): buckets[number] for number in sorted(buckets)}
+  return _metrics(sums | named)
 
 
 def _metrics(sums: dict[str, _Sums]) -> Metrics:
@@ -110,10 +111,7 @@ def _metrics(sums: dict[str, _Sums]) -> Metrics:
     "tokens": whole.tokens,
     "bytes": whole.bytes,
   }
-  order = lambda name: (name.startswith("_after"), len(name.split("_")[-1]), name)
-  for place in sorted(sums, key=order):
-    metrics[f"bits_per_byte{place}"] = sums[place].bits_per_byte
-  return metrics
+  return metrics | {f"bits_per_byte{place}": own.bits_per_byte for place, own in sums.items()}
 
 
 def _sources(data: tuple[Prepared, ...]) -> Iterator[tuple[str, Prepared]]:

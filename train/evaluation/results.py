@@ -7,6 +7,8 @@ goes on with the next one.
 import dataclasses
 import json
 import math
+import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +28,8 @@ _FIELDS = {
   "results": dict,
 }
 
+_OWNER = ("checkpoint_sha256", "step")  # of a sample, beside its task
+
 
 class Results:
   """The records of a file; without one they are in memory alone."""
@@ -35,12 +39,13 @@ class Results:
     self._path = None if file is None else storage_path(file)
     self.records: list[dict[str, Any]] = [] if self._path is None else _read(self._path)
 
-  def record(self, model: EvaluatedModel, sha256: str, request: Request) -> dict[str, Any]:
+  def record(self, model: EvaluatedModel, request: Request) -> dict[str, Any]:
     """The record of a checkpoint, which is made if there is none yet.
 
     Raises: UsageError where the file has results that were made with other settings.
     """
-    made = _new_record(model, sha256, request)
+    made = _new_record(model, request)
+    sha256 = made["checkpoint_sha256"]
     problems = []
     for record in self.records:
       problems += _differences(record["settings"], made["settings"])
@@ -58,11 +63,12 @@ class Results:
     """Whether the record has the task. Raises UsageError if that is about another source."""
     if task.name not in record["results"]:
       return False
-    if record["sources"].get(task.name, "") != task.source:
+    if (before := record["sources"].get(task.name, "")) != task.source:
       raise UsageError(
         [
-          f"{self._path} has results of {task.name} from when its file was another one; name "
-          "another --output."
+          f"{self._path} has results of {task.name} that are of another file, or of programs that "
+          f"were run otherwise ({before or 'none'}, now {task.source or 'none'}); name another "
+          "--output."
         ]
       )
     return True
@@ -73,7 +79,7 @@ class Results:
     if task.source:
       record["sources"][task.name] = task.source
     if self._path is not None:
-      ordered = sorted(self.records, key=lambda r: (r["step"] is None, r["step"]))
+      ordered = sorted(self.records, key=lambda r: -1 if r["step"] is None else r["step"])
       _write("--output", self._path, json.dumps(ordered, indent=1, allow_nan=False) + "\n")
 
 
@@ -86,11 +92,11 @@ class Samples:
     if self._path is not None:
       self._lines()
 
-  def write(self, sha256: str, task: Task, step: int | None, samples: Sequence[Mapping]) -> None:
-    """Puts the samples of a task behind all others."""
+  def write(self, record: Mapping[str, Any], task: Task, samples: Sequence[Mapping]) -> None:
+    """Puts the samples of a task of a record behind all others."""
     if self._path is None:
       return
-    own = {"checkpoint_sha256": sha256, "step": step, "task": task.name}
+    own = {name: record[name] for name in _OWNER} | {"task": task.name}
     kept = [line for line in self._lines() if any(line[key] != own[key] for key in own)]
     lines = [*kept, *({**own, **sample} for sample in samples)]
     text = "".join(json.dumps(_plain(line), ensure_ascii=False) + "\n" for line in lines)
@@ -100,23 +106,23 @@ class Samples:
     assert self._path is not None
     text = _text("--log-samples", self._path)
     try:
-      lines = [json.loads(line) for line in text.splitlines()]
-      if all("checkpoint_sha256" in line and "task" in line and "step" in line for line in lines):
+      lines = [json.loads(line) for line in text.split("\n") if line]  # text may hold U+2028
+      if all(name in line for line in lines for name in (*_OWNER, "task")):
         return lines
     except (ValueError, TypeError):
       pass
     raise UsageError([f"--log-samples {self._path} is there and holds no samples of evaluate."])
 
 
-def _new_record(model: EvaluatedModel, sha256: str, request: Request) -> dict[str, Any]:
+def _new_record(model: EvaluatedModel, request: Request) -> dict[str, Any]:
   found = environment()
-  data = [{"folder": str(d.folder), "fingerprint": d.fingerprint} for d in model.data]
+  data = {"data": [prepared.fingerprint for prepared in model.data]}
   return {
     "checkpoint": str(model.checkpoint.path),
     "step": model.checkpoint.step,
-    "checkpoint_sha256": sha256,
+    "checkpoint_sha256": model.sha256,
     "config": dataclasses.asdict(model.settings),
-    "settings": request.decides() | {"data": data},
+    "settings": request.decides() | data,
     "versions": found["versions"] | {"git": found["git"]["revision"]},
     "sources": {},
     "results": {},
@@ -147,10 +153,12 @@ def _read(path: StoragePath) -> list[dict[str, Any]]:
 
 
 def _text(name: str, path: StoragePath) -> str:
-  """Of a file, "" if there is none. Raises UsageError where it cannot be read."""
+  """Of a file, "" if there is none. Raises UsageError where it can be neither read nor written."""
   try:
     return path.read_text(encoding="utf-8")
   except FileNotFoundError:
+    if isinstance(path, pathlib.Path) and not os.access(path.absolute().parent, os.W_OK):
+      raise UsageError([f"{name} {path} cannot be written: no such folder to write to."]) from None
     return ""
   except UnicodeDecodeError:
     raise UsageError([f"{name} {path} is there and is no text."]) from None

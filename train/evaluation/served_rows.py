@@ -91,8 +91,8 @@ class RowShape(NamedTuple):
 
   cfg: ModelConfig
   hashing: NgramHash | None
-  slots: int  # S of the exact rows
-  unit: int  # of which S and T are multiples
+  slots: int  # S of the exact rows, a multiple of `unit`
+  unit: int  # what S and T are multiples of
 
   def pairs(self, plans: Sequence[Plan], replay: ReplayConfig, rows: int) -> Iterator[Pair]:
     """Layouts of `rows` rows at a time, the last ones filled up with empty rows."""
@@ -101,11 +101,11 @@ class RowShape(NamedTuple):
     server = Replay(
       window=window,
       # A device holds at least a window less one of them.
-      decoder_slots=self.rounded(max(self.unit * window, *used)),
+      decoder_slots=self._rounded(max(self.unit * window, *used)),
       hit_multiple=replay.hit_multiple if most else 1,
       short_input=replay.short_input,
     )
-    slots = self.rounded(self.slots + most * window)
+    slots = self._rounded(self.slots + most * window)
     for some in batches(plans, rows, Plan([], [], [])):
       yield Pair(
         self.exact([plan.documents for plan in some]),
@@ -114,11 +114,10 @@ class RowShape(NamedTuple):
 
   def exact(self, rows: Sequence[Sequence[Document]]) -> Layout:
     """Every token goes through the decoder, with all windows."""
-    slots = self.rounded(self.slots)
-    return stack_layouts([self._build(documents, slots=slots) for documents in rows])
+    return stack_layouts([self._build(documents, slots=self.slots) for documents in rows])
 
-  def rounded(self, slots: int) -> int:
-    return max(1, -(-slots // self.unit)) * self.unit
+  def _rounded(self, slots: int) -> int:
+    return -(-slots // self.unit) * self.unit
 
   def _build(self, *arguments, **options) -> Layout:
     return build_layout(*arguments, ratios=self.cfg.ratios, hashing=self.hashing, **options)

@@ -114,7 +114,7 @@ def _prefix_problems(model: EvaluatedModel, request: Request) -> list[str]:
 
 
 def row_shape(model: EvaluatedModel) -> RowShape:
-  slots = max(prepared.slots for prepared in model.data)
+  slots = model.slots_of(1, max(prepared.slots for prepared in model.data))
   unit = served_rows.unit(model.cfg, model.mesh.shape["context"])
   return RowShape(model.cfg, model.hashing, slots, unit)
 
@@ -124,7 +124,7 @@ def exact_rows(
 ) -> Iterator[tuple[Layout, Sequence[Row]]]:
   """Layouts of rows as they are trained on, so many of them at a time, and these rows."""
   shape = row_shape(model)
-  count = model.rows_of(shape.rounded(shape.slots))
+  count = model.rows_of(shape.slots)
   for some in served_rows.batches(rows, count, Row("", [])):
     yield shape.exact([[document_of(one) for one in row.documents] for row in some]), some
 
@@ -187,7 +187,7 @@ def compare_served(
   """The exact forward of rows against the one that a server makes of their plans."""
   shape = row_shape(model)
   starts = agreement.distances(shape.slots)
-  count = model.rows_of(shape.rounded(shape.slots))
+  count = model.rows_of(shape.slots)
 
   def compared() -> Iterator[_Compared]:
     pairs = shape.pairs(plans, replay_of(model), count)

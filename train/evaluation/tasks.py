@@ -4,7 +4,16 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from train.errors import UsageError, hint
-from train.evaluation import inside, long_context, perplexity, serving
+from train.evaluation import (
+  exact_match,
+  humaneval,
+  inside,
+  lm_eval_tasks,
+  long_context,
+  multiple_choice,
+  perplexity,
+  serving,
+)
 from train.evaluation.request import Request
 from train.evaluation.task import Task
 
@@ -17,9 +26,23 @@ class Kind(NamedTuple):
 
 REGISTRY = {
   "perplexity": Kind("bits per byte of the validation part of the data", perplexity.make),
-  **{
-    name: Kind(about, make, "[TOKENS+TOKENS") for name, (about, make) in long_context.TASKS.items()
-  },
+  "multiple_choice": Kind(
+    "accuracy of the likeliest choice; lines of context, choices, answer",
+    multiple_choice.make,
+    "FILE.jsonl",
+  ),
+  "exact_match": Kind(
+    "share of answers that are written; lines of prompt, answer[, stop, max_new_tokens]",
+    exact_match.make,
+    "FILE.jsonl",
+  ),
+  "humaneval": Kind(
+    "likelihood of its solutions; with --execute also pass@k", humaneval.make, "[FILE.jsonl]"
+  ),
+  "lm_eval": Kind(
+    "a task of lm-eval (extra `eval`), by name or from a file", lm_eval_tasks.make, "TASK|FILE.yaml"
+  ),
+  **{name: Kind(about, make, "[TOKENS+...]") for name, (about, make) in long_context.TASKS.items()},
   "early_exit": Kind("exact against early exit, by distance from the prompt", serving.early_exit),
   "prefix_continued": Kind("exact against a prefix without windows", serving.prefix_continued),
   "fp4": Kind("compressed entries without and with FP4", serving.fp4),
@@ -41,10 +64,11 @@ def find_tasks(request: Request) -> list[Task]:
         raise UsageError([f"--tasks {name} is not a task; {known}."])
       takes = REGISTRY[kind].takes
       if bool(colon and rest) < bool(takes and takes[0] != "[") or (colon and not takes):
-        raise UsageError([f"--tasks {name} is not complete; accepted is {_form(kind)}."])
+        raise UsageError([f"--tasks {name} has not the form {_form(kind)}."])
       tasks.append(REGISTRY[kind].make(name, rest, request))
     except UsageError as error:
       problems += error.problems
+  problems += [] if request.tasks else [f"--tasks names none of {', '.join(REGISTRY)}."]
   problems += [f"--tasks names {n} twice." for n in _twice(request.tasks)]
   if problems:
     raise UsageError(problems)
@@ -59,8 +83,9 @@ def table() -> str:
 
 def _form(name: str) -> str:
   takes = REGISTRY[name].takes
-  optional = takes.startswith("[")
-  return f"{name}[:{takes[1:]}" if optional else f"{name}:{takes}" if takes else name
+  if takes.startswith("["):
+    return f"{name}[:{takes.strip('[]')}]"
+  return f"{name}:{takes}" if takes else name
 
 
 def _twice(names: Sequence[str]) -> list[str]:

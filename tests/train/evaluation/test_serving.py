@@ -73,6 +73,7 @@ def model(prepared) -> EvaluatedModel:
   data = DataConfig(paths=(str(prepared.folder),), slots=SLOTS)
   return EvaluatedModel(
     checkpoint=Checkpoint(prepared.folder, 1),
+    sha256="",
     cfg=CFG,
     settings=Settings(model=CFG, data=data),
     variables=variables_of(CFG),
