@@ -20,7 +20,7 @@ from train.evaluation.task import Log, Metrics, Task
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 REPEATS = 4  # problems of a length and depth
-METRICS = ("mean_accuracy", "mean_log_likelihood")
+METRICS = ("mean_accuracy", "mean_token_accuracy", "mean_log_likelihood")
 
 
 class _Riddles(NamedTuple):
@@ -95,40 +95,39 @@ def _text(paths: Sequence[str], tokens: int) -> np.ndarray:
   return held_out_text(paths, tokens)
 
 
+class _Given(NamedTuple):
+  """How a model answered; for several answers the means."""
+
+  accuracy: float  # 1 if every token of the answer is the likeliest one, else 0
+  token_accuracy: float  # share of its tokens
+  log_likelihood: float  # nats, of the whole answer
+
+
 def _run(model: EvaluatedModel, request: Request, log: Log, *, riddles: _Riddles) -> Metrics:
   sweep = Sweep(riddles.lengths or _default_lengths(model), DEPTHS, REPEATS, request.seed)
   drawn = _draw(model, riddles, sweep)[: request.limit]
   scored = model.log_likelihoods([Scored(problem.tokens, problem.answer) for problem in drawn])
-  cells: dict[tuple[int, float], list[tuple[bool, float]]] = {}
+  cells: dict[tuple[int, float], list[_Given]] = {}
   for problem, likelihood in zip(drawn, scored, strict=True):
-    cell = len(problem.tokens), problem.depth
-    correct = bool(np.all(likelihood.is_top))
-    cells.setdefault(cell, []).append((correct, likelihood.total))
-    log({
-      "length": cell[0],
-      "depth": cell[1],
-      "needles": list(problem.starts),
-      "answer_tokens": len(likelihood.log_p),
-      "correct": correct,
-      "log_likelihood": likelihood.total,
-    })  # fmt: skip
+    is_top = likelihood.is_top
+    given = _Given(float(np.all(is_top)), float(np.mean(is_top)), likelihood.total)
+    length, depth = len(problem.tokens), problem.depth
+    cells.setdefault((length, depth), []).append(given)
+    where = {"length": length, "depth": depth, "needles": list(problem.starts)}
+    log({**where, "answer_tokens": len(is_top), **given._asdict()})
   return _table(cells, sweep)
 
 
-def _table(cells: dict[tuple[int, float], list[tuple[bool, float]]], sweep: Sweep) -> Metrics:
+def _table(cells: dict[tuple[int, float], list[_Given]], sweep: Sweep) -> Metrics:
   """Means of all problems, and of those of each length and depth; None where there are none."""
-  mean = lambda values, column: float(np.mean([value[column] for value in values]))
-  every = [value for values in cells.values() for value in values]
-  table: dict[str, Any] = {
-    "mean_accuracy": mean(every, 0),
-    "mean_log_likelihood": mean(every, 1),
-    "lengths": list(sweep.lengths),
-    "depths": list(sweep.depths),
-  }
-  for column, name in enumerate(("accuracy", "log_likelihood")):
+  mean = lambda given: _Given(*np.mean(given, axis=0).tolist())
+  whole = mean([given for own in cells.values() for given in own])
+  table: dict[str, Any] = {f"mean_{name}": value for name, value in whole._asdict().items()}
+  table |= {"lengths": list(sweep.lengths), "depths": list(sweep.depths)}
+  means = {cell: mean(own) for cell, own in cells.items()}
+  for name in _Given._fields:
     table[name] = [
-      [mean(cells[n, d], column) if (n, d) in cells else None for d in sweep.depths]
-      for n in sweep.lengths
+      [getattr(means.get((n, d)), name, None) for d in sweep.depths] for n in sweep.lengths
     ]
   return table
 

@@ -23,12 +23,12 @@ def test_a_table_holds_the_means_of_its_problems(model, trained):
   found = task.run(model, asked, logged.append)
   assert found["lengths"] == [40, 60] and found["depths"] == list(DEPTHS)
   assert len(logged) == 12
-  for name, of_problem in (("accuracy", "correct"), ("log_likelihood", "log_likelihood")):
+  for name in ("accuracy", "token_accuracy", "log_likelihood"):
     for length, row in zip(found["lengths"], found[name], strict=True):
       for depth, value in zip(found["depths"], row, strict=True):
-        own = [p[of_problem] for p in logged if (p["length"], p["depth"]) == (length, depth)]
+        own = [p[name] for p in logged if (p["length"], p["depth"]) == (length, depth)]
         assert value == pytest.approx(np.mean(own))
-    assert found[f"mean_{name}"] == pytest.approx(np.mean([p[of_problem] for p in logged]))
+    assert found[f"mean_{name}"] == pytest.approx(np.mean([p[name] for p in logged]))
   assert found["mean_log_likelihood"] < 0, "and it was the answer that was looked at"
   assert all(p["answer_tokens"] == RUN for p in logged)
 
