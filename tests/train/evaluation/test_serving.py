@@ -15,7 +15,7 @@ from data.plain_tokenizer import plain_tokenizer
 from data.prepared import TOKENIZER
 from data.source import Row
 from deepseek_jax.config import ModelConfig, NumericsConfig
-from deepseek_jax.layout import NO_HIT, Document
+from deepseek_jax.layout import Document
 from deepseek_jax.model import Model
 from deepseek_jax.ngram import NgramHash, hash_primes
 from deepseek_jax.sharding import make_mesh
@@ -135,18 +135,6 @@ def test_a_prefix_that_lost_its_windows_changes_something(model, exited):
   found, _ = measure(serving.prefix_continued, model)
   assert found["kl"] > 1e-5
   assert 0 < found["tokens"] <= exited[0]["tokens"]
-
-
-def test_prefixes_end_where_the_pool_allows_and_in_front_of_the_response(model):
-  replay = dataclasses.replace(serving.replay_of(model), max_hits=1)
-  for row in rows_of((60,), (30, 30), (12, 9, 40)):
-    plan = served_rows.continued(row, replay, W, seed=3)
-    hits = [hit for own in plan.cuts for hit in own]
-    assert len(hits) == 1, "one for max_hits, and no response without"
-    for own, cuts, document in zip(plan.turns, plan.cuts, row.documents, strict=True):
-      for (begin, end), hit in zip(own, cuts, strict=True):
-        assert W < hit < begin == len(document.tokens) // 2
-        assert hit % 2 == 0 and end == len(document.tokens) and hit != NO_HIT
 
 
 @pytest.mark.slow
