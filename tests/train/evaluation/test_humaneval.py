@@ -1,4 +1,4 @@
-"""HumanEval without a model: its estimator, its tests as programs, and where it finds its problems."""
+"""HumanEval without a model: its estimator, tests as programs, where its problems are."""
 
 import itertools
 import json
