@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
+from deepseek_jax.storage_path import cache_folder
 from train.errors import Exit, UsageError
 from train.evaluation import conditions
 from train.evaluation.checkpoints import Checkpoint, find_checkpoints
@@ -29,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     print(USAGE.format(tasks=table()))
     return Exit.DONE
   request, tasks, notes, mesh = understand(argv)
+  keep_compiled()
   failed = []
   with contextlib.ExitStack() as stack:
     stack.enter_context(jax.set_mesh(mesh))
@@ -53,6 +55,12 @@ def main(argv: Sequence[str]) -> int:
   for sentence in failed:
     print(sentence)
   return Exit.CHECK_FAILED if failed else Exit.DONE
+
+
+def keep_compiled() -> None:
+  """The next checkpoint of a run is not compiled for again, nor the next evaluation."""
+  if jax.config.jax_compilation_cache_dir is None:
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
 
 
 class Notes(NamedTuple):

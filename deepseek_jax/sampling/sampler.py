@@ -4,10 +4,9 @@ Legend: B sequences, C slots of a chunk, W window, G tokens that an n-gram reach
 tables, R table rows of a token, T decoder slots, D width, V vocabulary.
 """
 
-import copy
 import functools
 from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -49,12 +48,6 @@ class Sampler:
     self._push = jax.jit(programs.push, donate_argnums=(1, 2), static_argnames="write")
     self._enter = jax.jit(programs.enter, donate_argnums=1)
     self._extend = jax.jit(programs.extend, donate_argnums=1, static_argnames="write")
-
-  def of(self, variables: Any, hashing: NgramHash | None) -> Self:
-    """The same programs with other weights of the same model."""
-    other = copy.copy(self)
-    other._variables, other._hashing = variables, hashing
-    return other
 
   def new_cache(self, rows: int, tokens: int) -> Cache:
     """An empty cache for sequences of up to so many tokens."""

@@ -75,7 +75,7 @@ class EvaluatedModel:
   @functools.cached_property
   def sampler(self) -> Sampler:
     """Of the decode path, with the rows of its caches packed or not."""
-    return _sampler(self.cfg, self.packed).of(self.variables, self.hashing)
+    return Sampler(self.cfg, self.variables, self.hashing, packed=self.packed)
 
   def generation_problems(self) -> list[str]:
     """Why no text can be generated, in plain sentences."""
@@ -238,12 +238,6 @@ def _score_program(cfg: ModelConfig, chunk_tokens: int) -> Any:
     )
 
   return jax.jit(score)
-
-
-@functools.lru_cache(maxsize=4)
-def _sampler(cfg: ModelConfig, packed: bool) -> Sampler:
-  """The programs of decoding, without weights; for all checkpoints of a run."""
-  return Sampler(cfg, None, None, packed=packed)
 
 
 def _with_rows(layout: Layout, rows: int) -> Layout:
