@@ -1,11 +1,14 @@
 """The tasks on long text, asked of a model: tables that are those of the problems."""
 
+import json
+
 import numpy as np
 import pytest
 
 from data.tasks.riddles import RUN
 from tests.train.evaluation.conftest import request
-from train.errors import UsageError
+from train.__main__ import main
+from train.errors import Exit, UsageError
 from train.evaluation.long_context import DEPTHS, REPEATS
 from train.evaluation.tasks import find_tasks
 
@@ -52,3 +55,14 @@ def test_lengths_and_borders_that_cannot_be_are_sentences(model, trained):
     with pytest.raises(UsageError, match="--tasks needle:"):
       task_of(trained, name)
   assert REPEATS > 1
+
+
+def test_the_command_writes_tables_and_fails_where_it_is_told_to(trained, tmp_path):
+  task, output = "induction:40+60", tmp_path / "results.json"
+  words = ["evaluate", f"--checkpoint={trained}", "--rows=2", f"--tasks={task}", "--limit=10"]
+  condition = f"--fail-if={task}.mean_accuracy < 2"
+  assert main([*words, f"--output={output}", condition]) == Exit.CHECK_FAILED
+  (record,) = json.loads(output.read_text())
+  found = record["results"][task]
+  assert np.shape(found["accuracy"]) == (len(found["lengths"]), len(found["depths"])) == (2, 5)
+  assert main([*words, f"--output={output}", condition.replace("< 2", "> 1")]) == Exit.DONE

@@ -192,10 +192,8 @@ def test_loads_are_shares_over_the_mean(model):
   assert 0 < found["entropy"] == min(found["entropy_by_layer"]) < 1
 
 
-TASKS = {
+TASKS = {  # of every way to go through the rows
   "early_exit": serving.early_exit,
-  "prefix_continued": serving.prefix_continued,
-  "fp4": serving.fp4,
   "recall": inside.recall,
   "experts": inside.experts,
 }
