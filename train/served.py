@@ -74,7 +74,7 @@ def row_agreement(
 
 
 def approximations(model: ModelConfig) -> dict[str, tuple[ModelConfig, ModelConfig]]:
-  """ "fp4" (compressed entries) and "pool" (candidates) -> the model without and with it.
+  """Of "fp4" (compressed entries) and "pool" (candidates): the model without and with it.
 
   One that the model's sizes do not allow is left out; a pool that is off would be the decoder's.
   """
