@@ -3,7 +3,7 @@
   from lm_eval import simple_evaluate
   simple_evaluate(LmEvalModel(model), tasks=[...])
 
-under `jax.set_mesh` of the model's mesh. `--tasks lm_eval:TASK` does that.
+which is what `--tasks lm_eval:TASK` does.
 """
 
 from collections import defaultdict

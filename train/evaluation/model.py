@@ -53,7 +53,7 @@ class Likelihood(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EvaluatedModel:
-  """A checkpoint on its devices. Use it under `jax.set_mesh` of its mesh."""
+  """A checkpoint on its devices."""
 
   checkpoint: Checkpoint
   sha256: str  # of the checkpoint
@@ -98,7 +98,8 @@ class EvaluatedModel:
     layout = _with_rows(layout, rows)
     place = placer(self.mesh, RowGroup(0, 1, np.arange(rows)))
     program = _score_program(self.cfg, self.settings.objective.vocab_chunk_tokens)
-    scores = jax.device_get(program(self.variables, place(layout)))
+    with jax.set_mesh(self.mesh):
+      scores = jax.device_get(program(self.variables, place(layout)))
     return jax.tree.map(lambda x: x[:wanted], scores)
 
   def log_likelihoods(self, sequences: Sequence[Scored]) -> list[Likelihood]:
@@ -152,7 +153,8 @@ class EvaluatedModel:
     for some in _some(by_length, rows):
       filled = [*some, *[some[-1]] * (rows - len(some))]  # all groups are of one shape
       own = [prompts[n] for n in filled]
-      tokens = self._continue(own, filled, max_new_tokens, stop, sampling)
+      with jax.set_mesh(self.mesh):
+        tokens = self._continue(own, filled, max_new_tokens, stop, sampling)
       decode = lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True)
       texts |= {n: _cut(decode(ids), stop) for n, ids in zip(filled, tokens, strict=True)}
     return [texts[n] for n in range(len(prompts))]

@@ -50,6 +50,7 @@ def choices(tmp_path_factory):
   return path
 
 
+@pytest.mark.slow
 def test_perplexity_is_what_training_measures(model, prepared):
   """The same sums as those of a run's validation, over the whole validation part."""
   task = find_tasks(request("run"))[0]
@@ -86,6 +87,7 @@ def assert_parts_add_up(measured, log, prepared):
   assert nats / math.log(2) / measured["bytes"] == pytest.approx(measured["bits_per_byte"])
 
 
+@pytest.mark.slow
 def test_perplexity_of_fewer_rows_does_not_depend_on_rows_at_a_time(model):
   three = [
     perplexity.make("perplexity", "", None).run(
@@ -93,7 +95,7 @@ def test_perplexity_of_fewer_rows_does_not_depend_on_rows_at_a_time(model):
     )
     for rows in (2, 5)
   ]
-  assert three[0]["tokens"] == three[1]["tokens"] < 3 * 64
+  assert three[0]["tokens"] == three[1]["tokens"] <= 3 * 64
   assert three[0]["bits_per_byte"] == pytest.approx(three[1]["bits_per_byte"], rel=1e-5)
 
 
@@ -107,29 +109,48 @@ def test_buckets_have_borders_that_grow():
   ]
 
 
-def test_all_steps_as_table_and_records_which_are_not_computed_again(
-  trained, choices, tmp_path, capsys
-):
-  output, samples = tmp_path / "results.json", tmp_path / "samples.jsonl"
-  words = [f"--output={output}", f"--log-samples={samples}", "--step=all", "--limit=3"]
-  task = f"multiple_choice:{choices}"
-  assert evaluate(trained, f"--tasks={task}", *words) == Exit.DONE
-  first = records(output)
-  assert [record["step"] for record in first] == list(STEPS)
-  assert len({record["checkpoint_sha256"] for record in first}) == 2
-  for record in first:
+@pytest.fixture(scope="module")
+def evaluated(trained, choices, tmp_path_factory):
+  """results.json and samples.jsonl of both steps, with the first three choices."""
+  folder = tmp_path_factory.mktemp("first")
+  words = [f"--tasks=multiple_choice:{choices}", "--step=all", "--limit=3"]
+  words += [f"--output={folder}/results.json", f"--log-samples={folder}/samples.jsonl"]
+  assert evaluate(trained, *words) == Exit.DONE
+  return folder
+
+
+@pytest.fixture
+def kept(evaluated, tmp_path):
+  """A copy of them, and what to evaluate again."""
+  shutil.copytree(evaluated, tmp_path / "kept")
+  return tmp_path / "kept" / "results.json", f"--output={tmp_path}/kept/results.json"
+
+
+def test_a_record_says_what_was_measured_and_how(evaluated, choices):
+  task, found = f"multiple_choice:{choices}", records(evaluated / "results.json")
+  assert [record["step"] for record in found] == list(STEPS)
+  assert len({record["checkpoint_sha256"] for record in found}) == 2
+  for record in found:
     assert record["config"]["model"]["vocab"] == VOCAB and record["versions"]["jax"]
     assert record["settings"]["limit"] == 3 and record["settings"]["seed"] == 0
-    assert record["results"][task]["problems"] == 3.0
-  assert [line["step"] for line in lines(samples)] == [3] * 3 + [7] * 3
-  before = samples.read_bytes()
+    assert record["results"][task]["problems"] == 3.0 and len(record["sources"][task]) == 64
+  assert [line["step"] for line in lines(evaluated / "samples.jsonl")] == [3] * 3 + [7] * 3
 
-  assert evaluate(trained, f"--tasks={task},perplexity", *words) == Exit.DONE
-  second = records(output)
-  assert [r["results"][task] for r in second] == [r["results"][task] for r in first]
-  assert all("perplexity" in record["results"] for record in second)
-  assert "is in" in (said := capsys.readouterr().out) and "bits_per_byte" in said
-  assert samples.read_bytes().startswith(before)
+
+def test_what_a_file_has_is_not_computed_again(kept, trained, choices, tmp_path, capsys):
+  output, word = kept
+  before, task = records(output), f"multiple_choice:{choices}"
+  samples = output.with_name("samples.jsonl")
+  logged = samples.read_bytes()
+  words = [f"--tasks={task},perplexity", "--step=all", "--limit=3", f"--log-samples={samples}"]
+  assert evaluate(trained, *words, word) == Exit.DONE
+  after = records(output)
+  assert [record["results"].pop("perplexity").keys() >= {"top1"} for record in after] == [True] * 2
+  assert after == before
+  assert samples.read_bytes().startswith(logged) and len(lines(samples)) > 6
+  said = capsys.readouterr().out
+  assert said.count(f"is in {output} already.") == 2
+  assert all(f"run, step {step}" in said for step in STEPS) and "bits_per_byte" in said
 
 
 def test_a_choice_is_judged_by_its_likelihood(model, choices):
@@ -144,41 +165,41 @@ def test_a_choice_is_judged_by_its_likelihood(model, choices):
   assert log[0]["chosen_per_byte"] == per_byte
 
 
-def test_conditions_decide_the_exit_code(trained, tmp_path, capsys):
-  words = ["--tasks=perplexity", "--limit=2", f"--output={tmp_path}/r.json"]
-  assert evaluate(trained, *words, "--fail-if=bits_per_byte > 1000") == Exit.DONE
-  conditions = ["--fail-if=bits_per_byte>1000", "--fail-if", "perplexity.bits_per_byte > 0.1"]
+def test_conditions_decide_the_exit_code(kept, trained, choices, capsys):
+  _, word = kept
+  task = f"multiple_choice:{choices}"
+  words = [f"--tasks={task}", "--limit=3", word]
+  assert evaluate(trained, *words, "--fail-if=accuracy > 1") == Exit.DONE
+  conditions = ["--fail-if=accuracy>1", "--fail-if", f"{task}.problems <= 3"]
   assert evaluate(trained, *words, *conditions) == Exit.CHECK_FAILED
   (sentence,) = [line for line in capsys.readouterr().out.splitlines() if "holds" in line]
-  assert "--fail-if perplexity.bits_per_byte > 0.1 holds." in sentence
+  assert sentence == f"{task}.problems is 3: --fail-if {task}.problems <= 3 holds."
 
 
 @pytest.mark.parametrize(
   ("words", "sentence"),
   [
-    (["--limit=1"], "limit was 2 and is now 1."),
-    (["--seed=1"], "seed was 0 and is now 1."),
-    (["--cache=plain"], "cache was packed and is now plain."),
+    (["--limit=1"], "limit was 3 and is now 1."),
+    (["--limit=3", "--seed=1", "--cache=plain"], "cache was packed and is now plain."),
   ],
 )
-def test_results_of_other_settings_are_refused_and_stay(words, sentence, trained, tmp_path, capsys):
-  output = tmp_path / "results.json"
-  common = ["--tasks=perplexity", f"--output={output}", "--limit=2"]
-  assert evaluate(trained, *common) == Exit.DONE
+def test_results_of_other_settings_are_refused_and_stay(words, sentence, kept, trained, capsys):
+  output, word = kept
   before = output.read_bytes()
-  assert evaluate(trained, *common, *words) == Exit.USAGE
+  assert evaluate(trained, "--tasks=perplexity", word, *words) == Exit.USAGE
   error = capsys.readouterr().err.splitlines()
-  assert error == [f"{output}: {sentence}", "Name another --output; this one is left as it is."]
+  assert f"{output}: {sentence}" in error
+  assert error[-1] == "Name another --output; this one is left as it is."
   assert output.read_bytes() == before
 
 
-def test_results_of_a_file_that_has_changed_are_refused(trained, tmp_path, capsys):
-  file, output = tmp_path / "choices.jsonl", tmp_path / "results.json"
-  words = [f"--tasks=multiple_choice:{file}", f"--output={output}"]
-  file.write_text(json.dumps(CHOICES[0]) + "\n")
-  assert evaluate(trained, *words) == Exit.DONE
-  file.write_text(json.dumps(CHOICES[1]) + "\n")
+def test_results_of_a_file_that_has_changed_are_refused(kept, trained, choices, capsys):
+  _, word = kept
+  text = choices.read_text()
+  choices.write_text(text.replace("xyz", "abc"))
+  words = [f"--tasks=multiple_choice:{choices}", "--limit=3", word]
   assert evaluate(trained, *words) == Exit.USAGE
+  choices.write_text(text)
   assert "that are of another file" in capsys.readouterr().err
 
 

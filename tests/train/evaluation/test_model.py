@@ -2,12 +2,11 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
 from configs.schema import Stage
-from deepseek_jax.layout import Document, build_layout
+from deepseek_jax.layout import Document, build_layout, stack_layouts
 from deepseek_jax.model import Model, logits
 from tests.train.evaluation.conftest import opened
 from train.evaluation.continuations import continuations
@@ -39,28 +38,33 @@ def assert_same(found, expected):
     np.testing.assert_array_equal(one.is_top, other.is_top)
 
 
-def test_likelihoods_are_those_of_one_forward_for_each_sequence(model, sequences, likelihoods):
-  forward = jax.jit(lambda layout: logits(Model(model.cfg).apply(model.variables, layout)))
+def test_likelihoods_are_those_of_each_sequence_in_a_row_of_its_own(model, sequences, likelihoods):
   for (tokens, start), likelihood in zip(sequences, likelihoods, strict=True):
-    alone = build_layout(
-      [Document(tokens)], slots=64, ratios=model.cfg.ratios, hashing=model.hashing
-    )
-    log_p_NV = np.asarray(jax.nn.log_softmax(forward(alone)[0]))[start - 1 : len(tokens) - 1]
-    chosen = log_p_NV[np.arange(len(log_p_NV)), tokens[start:]]
-    np.testing.assert_allclose(likelihood.log_p, chosen, atol=2e-5)
-    np.testing.assert_array_equal(likelihood.is_top, log_p_NV.argmax(-1) == tokens[start:])
+    rows = [[Document(tokens)], [Document(tokens[:5])]]
+    layouts = [
+      build_layout(row, slots=64, ratios=model.cfg.ratios, hashing=model.hashing) for row in rows
+    ]
+    scores = model.score(stack_layouts(layouts))
+    asked = slice(start - 1, len(tokens) - 1)
+    np.testing.assert_allclose(likelihood.log_p, scores.log_p_BT[0, asked], atol=2e-5)
+    np.testing.assert_array_equal(likelihood.is_top, scores.is_top_BT[0, asked])
 
 
 def test_likelihoods_depend_neither_on_rows_nor_on_padding_nor_on_neighbours(
   model, sequences, likelihoods
 ):
-  other = dataclasses.replace(model, rows=5)
-  assert_same(other.log_likelihoods(sequences), likelihoods)
   order = [3, 0, 5]
   alone = model.log_likelihoods([sequences[n] for n in order])
   assert_same(alone, [likelihoods[n] for n in order])
-  long = Scored(np.resize(sequences[-1].tokens, 100), 1)  # makes all rows twice as long
+  long = Scored(np.resize(sequences[-1].tokens, 100), 1)  # rows become one and twice as long
   assert_same(model.log_likelihoods([*sequences, long])[:-1], likelihoods)
+
+
+@pytest.mark.slow
+def test_likelihoods_are_the_same_for_any_number_of_rows(model, sequences, likelihoods):
+  for rows in (1, 5):
+    other = dataclasses.replace(model, rows=rows)
+    assert_same(other.log_likelihoods(sequences), likelihoods)
 
 
 @pytest.mark.slow
@@ -69,11 +73,9 @@ def test_likelihoods_and_texts_of_eight_devices_are_those_of_one(
   mesh, model, trained, sequences, likelihoods
 ):
   spread = opened(trained, "--rows=2", f"--mesh={mesh}")
-  with jax.set_mesh(spread.mesh):
-    assert_same(spread.log_likelihoods(sequences), likelihoods)
-    prompts = [s.tokens[: s.start] for s in sequences]
-    texts = spread.generate(prompts, 6)
-  assert texts == model.generate(prompts, 6)
+  assert_same(spread.log_likelihoods(sequences), likelihoods)
+  prompts = [s.tokens[: s.start] for s in sequences]
+  assert spread.generate(prompts, 6) == model.generate(prompts, 6)
 
 
 @pytest.mark.slow
