@@ -57,7 +57,8 @@ def compare(model: EvaluatedModel, comparison: Comparison, buckets: int) -> np.n
     buckets, model.settings.objective.vocab_chunk_tokens, model.cfg.numerics.compute_dtype
   )
   layout, match = place(model, (changed.layout, match))
-  sums_BK5 = program(*hidden, model.variables["params"]["head"], layout, match)
+  with jax.set_mesh(model.mesh):
+    sums_BK5 = program(*hidden, model.variables["params"]["head"], layout, match)
   return np.asarray(jax.device_get(sums_BK5), np.float64)
 
 
@@ -96,7 +97,8 @@ def _means(sums_5: np.ndarray) -> dict[str, Any]:
 
 def hidden_states(model: EvaluatedModel, forward: Forward) -> jax.Array:
   """float32 [B, T, D], on the devices."""
-  return _hidden_program(forward.cfg)(model.variables, place(model, forward.layout))
+  with jax.set_mesh(model.mesh):
+    return _hidden_program(forward.cfg)(model.variables, place(model, forward.layout))
 
 
 def place(model: EvaluatedModel, tree: Any) -> Any:

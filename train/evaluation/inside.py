@@ -94,7 +94,8 @@ def _total(model: EvaluatedModel, rows: Iterable[Row], part: Callable[[Any, Any]
   """What the layers report of all rows, added up; NumPy."""
   program, total = _reports_program(model.cfg), None
   for layout, _ in exact_rows(model, rows):
-    found = jax.device_get(part(*program(model.variables, place(model, layout))))
+    with jax.set_mesh(model.mesh):
+      found = jax.device_get(part(*program(model.variables, place(model, layout))))
     found = jax.tree.map(lambda x: np.asarray(x, np.float64), found)
     total = found if total is None else jax.tree.map(np.add, total, found)
   return total
