@@ -3,38 +3,31 @@
 Every learned token of the validation rows is predicted twice, by the exact forward and by the one
 that a server with replay makes; the same rows also run with FP4 entries and with the pool switched
 the other way. Losses are in nats a learned token.
-Legend: B rows, S encoder slots, T decoder slots of a layout with replay, K buckets.
+Legend: K buckets.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from configs.schema import Settings
-from deepseek_jax.config import ModelConfig
-from deepseek_jax.layout import Array, Layout
-from deepseek_jax.ops.agreement import Agreement, token_agreement
-from deepseek_jax.ops.table_lookup import start_rows
+from deepseek_jax.layout import Layout
+from deepseek_jax.ops.agreement import Agreement
 from deepseek_jax.step import TrainState
 from train.batches import open_held_out
 from train.evaluate_loss import EXACT, MODEL, REPLAYED, Validation, first_rows
 from train.programs import hidden_states, loss_sums
+from train.served import Match, approximations, match_slots, matched_agreement, row_sums
 
 GAP, KL, TOP1 = "validation_replay_gap", "validation_replay_kl", "validation_replay_top1"
 FP4, POOL = "validation_fp4_delta", "validation_pool_delta"  # loss with it minus loss without
 # Tokens of a response by their number in it: the first ones have most of their window replayed.
 BUCKETS = {"first_16": 16, "to_128": 128, "beyond_128": 2**31}
-
-
-class Match(NamedTuple):
-  """Where the learned tokens of a layout with replay stand in the exact layout of the same rows."""
-
-  slot_BT: Array  # int32 slot of the exact layout; 0 for a token that is not learned
-  bucket_BT: Array  # int32 number of its bucket
+EDGES = list(BUCKETS.values())
 
 
 class ReplayReport(Validation):
@@ -61,7 +54,7 @@ class ReplayReport(Validation):
     variables = state.params, state.balance
     found, switched = [], {name: [] for name in self._switched}
     for exact, replayed in self._pairs():
-      match = self._place(match_slots(exact, replayed))
+      match = self._place(match_slots(exact, replayed, EDGES))
       exact, replayed = self._place(exact), self._place(replayed)
       found.append(self._compare(*variables, exact, replayed, match))
       for name, (_, evaluate) in self._switched.items():
@@ -81,28 +74,6 @@ class ReplayReport(Validation):
       yield exact.layout, replayed.layout
 
 
-def match_slots(exact: Layout, replayed: Layout) -> Match:
-  """Pairs the learned tokens of two layouts of the same rows; NumPy.
-
-  A token's number in its response is counted from the first learned token of its segment.
-  """
-  slot_BT = np.zeros(replayed.decoder_slots.shape, np.int32)
-  bucket_BT = np.zeros_like(slot_BT)
-  for row, weights_T in enumerate(replayed.weights):
-    (learned,) = np.nonzero(weights_T)
-    start = replayed.decoder_slots[row, learned]
-    document_S = exact.document[row]
-    documents, first = np.unique(document_S, return_index=True)
-    own = np.searchsorted(documents, replayed.document[row, start])
-    slot_BT[row, learned] = first[own] + replayed.positions[row, start]
-    _, begin, of = np.unique(
-      replayed.decoder_segment_start[row, learned], return_index=True, return_inverse=True
-    )
-    number = learned - learned[begin][of]
-    bucket_BT[row, learned] = np.searchsorted(list(BUCKETS.values()), number, side="right")
-  return Match(slot_BT, bucket_BT)
-
-
 def paired_agreement(settings: Settings) -> Callable[..., Agreement]:
   """(params, balance, exact, replayed, match) -> what the two forwards of the same rows make of
   each decoder slot of `replayed`: p is the exact one. Only learned tokens are paired.
@@ -111,11 +82,12 @@ def paired_agreement(settings: Settings) -> Callable[..., Agreement]:
 
   def compare(params: Any, balance: Any, exact: Layout, replayed: Layout, match: Match):
     p, q = hidden(params, balance, exact), hidden(params, balance, replayed)
-    return token_agreement(
-      start_rows(p.hidden_BTD, match.slot_BT),
+    return matched_agreement(
+      p.hidden_BTD,
       q.hidden_BTD,
       q.head_VD,
-      replayed.targets,
+      replayed,
+      match,
       chunk_tokens=settings.objective.vocab_chunk_tokens,
       compute_dtype=settings.model.numerics.compute_dtype,
     )
@@ -124,17 +96,12 @@ def paired_agreement(settings: Settings) -> Callable[..., Agreement]:
 
 
 def _comparison(settings: Settings) -> Callable:
-  """(params, balance, exact, replayed, match) -> float32 [K, 5]: of the learned tokens of each
-  bucket their loss weight, and weighted sums of what `Agreement` has of them.
-  """
+  """(params, balance, exact, replayed, match) -> float32 [K, 5], the sum of row_sums."""
   agree = paired_agreement(settings)
 
   def compare(params: Any, balance: Any, exact: Layout, replayed: Layout, match: Match):
     agreement = agree(params, balance, exact, replayed, match)
-    values_BT5 = jnp.stack([jnp.ones_like(replayed.weights), *agreement], axis=-1)
-    in_bucket_BTK = jax.nn.one_hot(match.bucket_BT, len(BUCKETS)) * replayed.weights[..., None]
-    high = jax.lax.Precision.HIGHEST
-    return jnp.einsum("btk,btv->kv", in_bucket_BTK, values_BT5, precision=high)
+    return jnp.sum(row_sums(agreement, replayed, match, len(BUCKETS)), axis=0)
 
   return compare
 
@@ -151,20 +118,9 @@ def _metrics(sums_K5: np.ndarray) -> dict[str, float]:
 
 
 def _switched(settings: Settings) -> Iterator[tuple[str, int, Settings]]:
-  """(metric, sign of its difference, settings with one approximation switched the other way).
-
-  One that the model's sizes do not allow is left out; a pool that is off would be the decoder's.
-  """
-  model = settings.model
-  numerics, indexer = model.numerics, model.indexer
-  fp4 = dataclasses.replace(numerics, main_fp4=not numerics.main_fp4)
-  source = model.decoder_start if indexer.pool_source is None else None
-  pool = dataclasses.replace(indexer, pool_source=source)
-  on = lambda is_on: -1 if is_on else 1  # the loss that is added is the other one
-  found: list[tuple[str, int, ModelConfig]] = [
-    (FP4, on(numerics.main_fp4), dataclasses.replace(model, numerics=fp4)),
-    (POOL, on(indexer.pool_source is not None), dataclasses.replace(model, indexer=pool)),
-  ]
-  for name, sign, other in found:
-    if not other.problems():
-      yield name, sign, dataclasses.replace(settings, model=other)
+  """(metric, sign of its difference, settings with one approximation switched the other way)."""
+  metrics = {"fp4": FP4, "pool": POOL}
+  for name, (without, with_it) in approximations(settings.model).items():
+    is_on = settings.model == with_it
+    other = dataclasses.replace(settings, model=without if is_on else with_it)
+    yield metrics[name], -1 if is_on else 1, other  # the loss that is added is the other one

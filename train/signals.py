@@ -25,6 +25,7 @@ class StopSignal:
     report: takes one sentence; called from another thread.
     grace_seconds: after the first signal the process ends by itself when these are over. The
       checkpoint before the one being written stays good.
+    promise: what the first signal leads to, as it is reported.
 
   A second signal, or the end of the grace time, ends the process with status 128 + signal number.
   In a run of several processes each has its own; train/processes.py keeps JAX from taking SIGTERM
@@ -37,8 +38,10 @@ class StopSignal:
     *,
     grace_seconds: float = GRACE_SECONDS,
     signals: tuple[signal.Signals, ...] = SIGNALS,
+    promise: str = "saving after this step, then stopping",
   ) -> None:
     self._report, self._grace_seconds, self._signals = report, grace_seconds, signals
+    self._promise = promise
     self._requested = threading.Event()
 
   @property
@@ -67,7 +70,7 @@ class StopSignal:
       return
     self._requested.set()
     name = signal.Signals(first).name
-    self._report(f"{name}: saving after this step, then stopping; a second signal stops at once.")
+    self._report(f"{name}: {self._promise}; a second signal stops at once.")
     second = self._next_signal(self._grace_seconds)
     if second is None:
       return

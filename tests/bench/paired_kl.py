@@ -35,7 +35,8 @@ from train import settings as command_line
 from train.batches import open_held_out, placer, row_group
 from train.errors import UsageError, refuse
 from train.programs import build_programs
-from train.replay_report import match_slots, paired_agreement
+from train.replay_report import EDGES, paired_agreement
+from train.served import match_slots
 from train.stored_step import StoredStep, find_step
 
 ARGUMENTS = ("--aware", "--plain", "--json")
@@ -155,7 +156,7 @@ def _responses(stored: StoredStep, mesh: Mesh, compare: Callable) -> Responses:
   for exact, replayed in zip(*rows, strict=True):
     layouts = exact.layout, replayed.layout
     agreement = compare(
-      found["params"], found["router"], *map(place, layouts), place(match_slots(*layouts))
+      found["params"], found["router"], *map(place, layouts), place(match_slots(*layouts, EDGES))
     )
     batches.append(by_response(replayed.layout, *map(np.asarray, agreement[:3])))
   before = np.cumsum([0, *(batch.conversation_R.max(initial=-1) + 1 for batch in batches[:-1])])

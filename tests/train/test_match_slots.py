@@ -5,7 +5,8 @@ import numpy as np
 from data.conversation import Conversation
 from data.replay import document_of
 from deepseek_jax.layout import NO_HIT, Replay, build_layout, stack_layouts
-from train.replay_report import BUCKETS, match_slots
+from train.replay_report import BUCKETS
+from train.served import match_slots
 
 WINDOW = 4
 # A row of two conversations with hits, a row of one with a response of 150 tokens, an empty row.
@@ -39,7 +40,7 @@ def layouts():
 def test_paired_tokens_are_the_same_and_have_the_same_target():
   exact, replayed = layouts()
   learned_BT = replayed.weights > 0
-  slot_BT = match_slots(exact, replayed).slot_BT
+  slot_BT = match_slots(exact, replayed, list(BUCKETS.values())).slot_BT
   at = lambda x_BS, slot_BT: np.take_along_axis(x_BS, slot_BT, axis=1)[learned_BT]
   start_BT = np.maximum(replayed.decoder_slots, 0)
   for name in ("tokens", "positions", "document"):
@@ -54,7 +55,7 @@ def test_paired_tokens_are_the_same_and_have_the_same_target():
 
 def test_tokens_are_counted_from_the_beginning_of_their_response():
   exact, replayed = layouts()
-  bucket_BT = match_slots(exact, replayed).bucket_BT
+  bucket_BT = match_slots(exact, replayed, list(BUCKETS.values())).bucket_BT
   count = lambda row: np.bincount(bucket_BT[row][replayed.weights[row] > 0], minlength=3).tolist()
   assert list(BUCKETS) == ["first_16", "to_128", "beyond_128"]
   assert count(0) == [3 + 2 + 2 + 1, 0, 0]

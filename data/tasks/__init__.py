@@ -1,0 +1,1 @@
+"""Questions with known answers, generated from a seed over real text. NumPy only."""

@@ -1,0 +1,1 @@
+"""What `evaluate` measures of a checkpoint, and how results are kept."""
