@@ -11,14 +11,14 @@ import uuid
 import pytest
 
 CACHE = pathlib.Path(__file__).resolve().parent.parent / ".cache" / "jax"
-DEVICES = "--xla_force_host_platform_device_count=8"
+COUNT = "--xla_force_host_platform_device_count"  # processes that tests start have their own
 # Most of the tests' time is XLA's: without its slow passes a program compiles in two thirds of the
 # processor time, and the programs of tests are too small to run noticeably slower.
 QUICK_XLA = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-if DEVICES not in os.environ.get("XLA_FLAGS", ""):
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES} {QUICK_XLA}".strip()
+if COUNT not in os.environ.get("XLA_FLAGS", ""):
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {COUNT}=8 {QUICK_XLA}".strip()
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 # A bound on the cache turns on its file lock: no process reads an entry that another is writing.

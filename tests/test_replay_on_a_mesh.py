@@ -41,7 +41,7 @@ def batch() -> Layout:
 
 @pytest.fixture(scope="module")
 def on_one_device():
-  model, run = loss_and_gradients()
+  model, run = loss_and_gradients("sparse")
   layout = batch()
   variables = jax.jit(lambda: nn.unbox(model.init(jax.random.key(0), layout)))()
   return variables, jax.jit(run)(variables, layout)
@@ -52,7 +52,7 @@ def on_one_device():
 def test_loss_metrics_loads_and_gradients_agree(on_one_device, name):
   (variables, want), mesh = on_one_device, make_mesh(MESHES[name])
   with jax.set_mesh(mesh):
-    model, run = loss_and_gradients()
+    model, run = loss_and_gradients("sparse")
     layout = batch()
     shardings = state_shardings(jax.eval_shape(model.init, jax.random.key(0), layout), mesh)
     arguments = jax.device_put((variables, layout), (shardings, in_slots(layout, mesh)))

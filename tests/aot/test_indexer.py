@@ -17,7 +17,7 @@ pytestmark = [
 
 HEADS, WIDTH, TOP_K, BLOCKS = 32, 128, 512, 2048
 LONG = 65536  # slots of a long context; entries too where the ratio is 1
-TEMPORARY_BYTES = 2e9  # the bar of issue 3; scores of all pairs would be 17 GB
+TEMPORARY_BYTES = 2e9  # scores of all pairs, 64K by 64K in float32, would be 17 GB
 
 CHOICES = {
   "plain": Choice(top_k=TOP_K),

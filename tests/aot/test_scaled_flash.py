@@ -16,7 +16,7 @@ def scaled_flash(**mesh: int) -> Settings:
   """Every group of the release's scan plan in its order and with its repetitions, but shorter.
 
   0 | 1 | 2-3 | 4 | 5 | 6-13: window only, the same with a table, two sources, a source with a
-  table, the decoder's source with the pool, and four groups that choose again inside the pool.
+  table, the decoder's source, and four groups that choose again.
   """
   config = flash.get_config()
   model = config.model
@@ -24,7 +24,7 @@ def scaled_flash(**mesh: int) -> Settings:
   model.update(kv_sources=(2, 3, 4, 5), index_sources=(2, 3, 4, 5, 6, 8, 10, 12))
   model.attention.update(heads=8, head_dim=64, rope_dim=16, q_rank=64, o_rank=32, o_groups=4)
   model.attention.window = 32
-  model.indexer.update(heads=8, head_dim=32, top_k=32, pool_source=5, pool_blocks=32)
+  model.indexer.update(heads=8, head_dim=32, top_k=32)
   model.moe.update(experts=32, hidden=128)
   model.engram.update(layers=(1, 4), heads=2, head_dim=32, prime_start=10_007)
   model.engram.table_rows = tuple(sum(primes) for primes in hash_primes(2, 6, 10_007))

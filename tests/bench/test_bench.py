@@ -7,6 +7,7 @@ import pytest
 
 from tests.bench import case, measure
 from tests.bench.__main__ import main
+from tests.thinned import rest_slow
 
 MEASURED = {
   "seconds", "tflops_per_second", "fraction_of_matrix_peak", "fraction_of_bandwidth_floor",
@@ -32,7 +33,7 @@ def document_of(folder, *arguments):
   return status, json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("benchmark", sorted(WHAT))
+@pytest.mark.parametrize("benchmark", rest_slow(sorted(WHAT, reverse=True), 1))
 def test_a_benchmark_records_every_case_with_small_errors(benchmark, tmp_path):
   status, document = document_of(tmp_path, benchmark, "--ratio", "2", "--selection", "clustered")
   assert status == 0

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from deepseek_jax.ops.table_lookup import start_rows, table_lookup
 from deepseek_jax.sharding import make_mesh, partition_spec
 from deepseek_jax.training_config import MeshConfig
+from tests.thinned import rest_slow
 from train.plan_collectives import collectives
 
 MESHES = {
@@ -79,7 +80,7 @@ def same_bits(x, y):
   np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", rest_slow(ROWS, 2))
 @pytest.mark.parametrize(
   ("mesh", "dtype"), [*((name, "float32") for name in MESHES), ("replica and context", "bfloat16")]
 )
@@ -134,7 +135,7 @@ SLOTS = {
 }
 
 
-@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("slots", rest_slow(SLOTS, 1))
 @pytest.mark.parametrize("mesh", CUT_SLOTS)
 def test_decoder_slots_start_from_the_rows_of_all_devices(mesh, slots):
   slot_BT = np.int32(SLOTS[slots])

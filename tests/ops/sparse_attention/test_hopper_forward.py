@@ -14,6 +14,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deepseek_jax.ops.sparse_attention import hopper_forward, hopper_plain, reference
+from tests.thinned import rest_slow
 
 H, D, M = 64, 512, 150
 
@@ -66,7 +67,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("queries", "top_k", "window", "programs"), CASES)
+@pytest.mark.parametrize(("queries", "top_k", "window", "programs"), rest_slow(CASES[::-1], 1))
 def test_output_and_denominator_are_those_of_the_reference(queries, top_k, window, programs):
   (out, lse), (want_out, want_lse) = run(queries, top_k, window, programs)
   assert np.linalg.norm(out - want_out) <= 4e-3 * np.linalg.norm(want_out)

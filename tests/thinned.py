@@ -1,0 +1,12 @@
+"""Tables of cases of which `make test` runs a part: the others are for `make test-all`."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def rest_slow(cases: Iterable[Any], fast: int) -> list[Any]:
+  """The first `fast` cases as they are, the others marked as slow."""
+  parts = [case if isinstance(case, tuple) else (case,) for case in cases]
+  return parts[:fast] + [pytest.param(*part, marks=pytest.mark.slow) for part in parts[fast:]]
