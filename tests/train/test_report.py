@@ -20,7 +20,7 @@ from train.replay_report import FP4, GAP, KL, POOL, TOP1
 from train.reporting import drawing
 from train.reporting.by_place import by_place as by_place_figures
 from train.reporting.columns import read_columns
-from train.reporting.curves import training
+from train.reporting.curves import gradients, training
 from train.reporting.results import read_results
 from train.reporting.run_data import read_run
 from train.settings import resolved_json
@@ -320,6 +320,15 @@ def test_an_output_that_cannot_be_written_leaves_the_old_page(tmp_path):
   (folder / "report" / "loss.png").mkdir()
   assert "cannot be written" in refusal("--workdir", folder)[0]
   assert (folder / "report" / "index.html").read_text() == page
+
+
+@pytest.mark.parametrize("norms", [(0.85, 0.9), (0.5, 50.0), (0.0, 0.0), (1e-7, 2e-7)], ids=str)
+def test_an_axis_has_numbers_however_far_apart_the_values_are(norms, tmp_path):
+  lines = [{"step": step + 1, "grad_norm": norm} for step, norm in enumerate(norms)]
+  with drawing.style():
+    drawn = next(gradients(read_run(make(tmp_path / "run", some(*lines)))))
+  axis = drawn.svg[drawn.svg.index("matplotlib.axis_2") :]
+  assert len(re.findall(r">[-\u2212]?[0-9.e-]+</text>", axis)) >= 2
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):

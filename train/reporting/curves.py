@@ -328,8 +328,9 @@ def _dress(axes: Any, run: RunData, title: str, unit: str, *, label: bool = True
 
 
 def _log(axes: Any, *columns: np.ndarray) -> None:
-  """A logarithmic axis where there is a value that it can show."""
-  if any((column > 0).any() for column in columns):
+  """A logarithmic axis where the values are far enough apart for one to have numbers."""
+  positive = np.concatenate([column[column > 0] for column in columns])
+  if len(positive) and positive.max() > 10 * positive.min():
     axes.set_yscale("log")
 
 
