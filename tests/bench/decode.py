@@ -150,7 +150,8 @@ def _decode(sampler: Sampler, weights: Any, request: Request, tokens: int) -> di
   hashed = sampler.engram_rows(np.asarray(cache.recent), one_B1)
   began = time.perf_counter()
   for _ in range(steps):
-    cache, logits_BV = sampler.programs.extend(weights, cache, one_B1, hashed, ones)
+    # As a step calls it: other arguments would be another program.
+    cache, logits_BV = sampler.programs.extend(weights, cache, one_B1, hashed, ones, write=True)
   jax.block_until_ready(logits_BV)
   queued = (time.perf_counter() - began) / steps
   p50 = statistics.median(seconds[1:])
