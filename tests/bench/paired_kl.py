@@ -29,11 +29,11 @@ from rich.table import Table
 from deepseek_jax.checkpoint import CheckpointError, restore_step
 from deepseek_jax.layout import Layout
 from deepseek_jax.optim.low_rank import without_factors
-from deepseek_jax.sharding import make_mesh
 from train import origin
 from train import settings as command_line
 from train.batches import open_held_out, placer, row_group
 from train.errors import UsageError, refuse
+from train.generate import lay_mesh
 from train.programs import build_programs
 from train.replay_report import EDGES, paired_agreement
 from train.served import match_slots
@@ -71,7 +71,7 @@ def main(words: list[str]) -> int:
     pairs, path = parse(words)
     settings = pairs[0].aware.settings
     compare = jax.jit(paired_agreement(settings))  # once: the models of all pairs are the same
-    with jax.set_mesh(mesh := make_mesh(settings.mesh)):
+    with jax.set_mesh(mesh := lay_mesh(settings.mesh)):
       records = [measured(pair, mesh, compare) for pair in pairs]
   except (UsageError, CheckpointError) as error:
     return refuse(error.problems if isinstance(error, UsageError) else [str(error)])
