@@ -24,7 +24,7 @@ from deepseek_jax.storage_path import StoragePath, is_remote
 from train.errors import UsageError
 from train.import_released import check_hashes, model_shardings
 from train.stages import resolve, stage_of
-from train.stored_step import StoredStep, find_step
+from train.stored_step import find_step
 
 
 class StoredModel(NamedTuple):
@@ -74,7 +74,7 @@ def open_model(name: str, text: str, number: int | None = None) -> StoredModel:
         raise UsageError([f"--step is {number}, but {name} {text} is no folder of a run."])
       return StoredModel(cfg, functools.partial(read_part, released.tensors), path, None)
     step = find_step(name, text, number=number)
-    settings = _settings_at(step)
+    settings = settings_at(step.settings, read_document(step.path, "meta")["step"])
     arrays, cfg = open_items(step.path), settings.model
     if problems := shape_problems(arrays, cfg):
       raise CheckpointError(f"{step.path} does not fit its config.json: {list_problems(problems)}")
@@ -84,10 +84,10 @@ def open_model(name: str, text: str, number: int | None = None) -> StoredModel:
   return StoredModel(unrolled, _reader(arrays, cfg), step.path, settings)
 
 
-def _settings_at(step: StoredStep) -> Settings:
-  """Those of the stage that took the step: what the weights were last trained with."""
-  stages, number = resolve(step.settings), read_document(step.path, "meta")["step"]
-  return stage_of(stages, min(max(1, number), stages[-1].last_step)).settings
+def settings_at(settings: Settings, step: int) -> Settings:
+  """Those of the stage of a run that took a step: what the weights were last trained with."""
+  stages = resolve(settings)
+  return stage_of(stages, min(max(1, step), stages[-1].last_step)).settings
 
 
 def _reader(arrays: Arrays, cfg: ModelConfig) -> Callable[[Parameter, Any], np.ndarray]:

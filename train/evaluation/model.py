@@ -62,15 +62,11 @@ class EvaluatedModel:
   variables: Any  # {"params", "balance"}, a subtree per layer, float32
   data: tuple[Prepared, ...]  # all with the tokenizer below
   tokenizer: Tokenizer  # makes no special token of any text
+  hashing: NgramHash | None  # Engram's; None for a model without tables
   mesh: Mesh
   rows: int  # that are computed at a time, if they have the slots of the data
   packed: bool  # whether caches of generation hold the bytes of the release
   seed: int
-
-  @functools.cached_property
-  def hashing(self) -> NgramHash | None:
-    engram = self.cfg.engram
-    return NgramHash(engram, self.data[0].compressed_id()) if engram.layers else None
 
   @functools.cached_property
   def sampler(self) -> Sampler:

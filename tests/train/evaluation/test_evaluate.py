@@ -238,7 +238,7 @@ def other_tokenizer(folder):
     (lambda f: None, ("--data=nowhere",), "There is no tokenizer: nowhere is no folder"),
     (damage, (), "cannot be used"),
     (lambda f: change_model(f, dim=64), (), "does not fit its config.json"),
-    (other_tokenizer, (), "was trained with another tokenizer than that of"),
+    (other_tokenizer, (), "was trained with another tokenizer than that in"),
   ],
 )
 def test_a_checkpoint_or_data_that_do_not_fit_are_one_sentence(

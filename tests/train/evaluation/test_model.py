@@ -11,8 +11,8 @@ from deepseek_jax.model import Model, logits
 from tests.train.evaluation.conftest import opened
 from train.evaluation.continuations import continuations
 from train.evaluation.model import Scored
-from train.evaluation.opening import settings_at
 from train.generate import lay_mesh
+from train.stored_model import settings_at
 
 WORDS = ["expert", "router", "stream", "entry", "window", "query", "layer", "token", "slot"]
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_is_measured_as_its_stage_has_it(model):
   settings = dataclasses.replace(model.settings, stages=(stage,))
   sources = [settings_at(settings, n).model.indexer.pool_source for n in (0, 1, 4, 5, 8, 99)]
   assert sources == [3, 3, 3, None, None, None]
-  assert settings_at(model.settings, None) == model.settings
+  assert settings_at(model.settings, 99) == model.settings
 
 
 def test_rows_are_filled_up_to_what_a_mesh_cuts(trained):

@@ -79,6 +79,7 @@ def model(prepared) -> EvaluatedModel:
     variables=variables_of(CFG),
     data=(prepared,),
     tokenizer=plain_tokenizer(tokenizer),
+    hashing=NgramHash(CFG.engram, prepared.compressed_id()),
     mesh=make_mesh(MeshConfig(), jax.devices()[:1]),
     rows=2,
     packed=False,
@@ -167,7 +168,7 @@ def test_engram_changes_something_where_there_is_one(model):
     engram=dataclasses.replace(ENGRAM, layers=(), table_rows=()),
     indexer=dataclasses.replace(CFG.indexer, pool_source=None),
   )
-  without = dataclasses.replace(model, cfg=cfg, variables=variables_of(cfg))
+  without = dataclasses.replace(model, cfg=cfg, variables=variables_of(cfg), hashing=None)
   found, _ = measure(serving.engram, without)
   assert found["kl"] == found["loss_gap"] == 0 and found["top1"] == 1
 
