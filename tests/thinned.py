@@ -7,6 +7,7 @@ import pytest
 
 
 def rest_slow(cases: Iterable[Any], fast: int) -> list[Any]:
-  """The first `fast` cases as they are, the others marked as slow."""
+  """The first `fast` cases as they are, the others marked as slow; a tuple has several values."""
   parts = [case if isinstance(case, tuple) else (case,) for case in cases]
-  return parts[:fast] + [pytest.param(*part, marks=pytest.mark.slow) for part in parts[fast:]]
+  marks = lambda number: () if number < fast else pytest.mark.slow
+  return [pytest.param(*part, marks=marks(number)) for number, part in enumerate(parts)]
