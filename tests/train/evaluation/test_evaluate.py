@@ -288,18 +288,15 @@ def test_programs_run_only_when_told_to(trained, tmp_path, capsys):
   file, samples = tmp_path / "problems.jsonl", tmp_path / "samples.jsonl"
   problem = {"task_id": "T/0", "prompt": "def one():\n", "canonical_solution": "  return 1\n"}
   problem |= {"entry_point": "one", "test": "def check(f):\n  assert f() == 1\n"}
-  always = problem | {"task_id": "T/1", "prompt": "def one():\n  return 1\n'''\n"}
-  always["test"] = "'''\n" + always["test"]  # whatever is written stands in a string
-  file.write_text("".join(json.dumps(p) + "\n" for p in (problem, always)))
+  file.write_text(json.dumps(problem) + "\n")
   words = [f"--tasks=humaneval:{file}", f"--log-samples={samples}"]
   assert evaluate(trained, *words) == Exit.DONE
   assert all(line["programs"] == [] for line in lines(samples))
   assert evaluate(trained, *words, "--fail-if=pass@1>0") == Exit.USAGE
   assert "is no metric of these tasks" in capsys.readouterr().err
-  assert evaluate(trained, *words, "--execute", "--fail-if=pass@1>0.9") == Exit.DONE
-  wrong, right = lines(samples)
-  assert len(wrong["programs"]) == 1 and wrong["outcomes"] != ["passed"]
-  assert right["outcomes"] == ["passed"]
+  assert evaluate(trained, *words, "--execute", "--fail-if=pass@1>0") == Exit.DONE
+  (line,) = lines(samples)  # random weights write no program
+  assert len(line["programs"]) == len(line["outcomes"]) == 1 and line["outcomes"] != ["passed"]
 
 
 class Process:
