@@ -15,7 +15,7 @@ from deepseek_jax.optim import low_rank
 from deepseek_jax.sharding import make_mesh
 from tests.bench import paired_kl
 from tests.train.conftest import ROOT, VOCAB, Runs
-from train import checks, convert, generate, replay_report, settings
+from train import checks, convert, replay_report, settings
 from train.batches import open_held_out, open_training, row_group
 from train.errors import Exit, UsageError
 from train.loop import state_items
@@ -23,6 +23,7 @@ from train.origin import UNSAID, Origin, first_state
 from train.pretrain import pretrain
 from train.programs import build_programs, loss_sums
 from train.settings import SFT
+from train.stored_model import open_model
 from train.stored_step import find_step
 
 SLOTS, WINDOW = 64, 8
@@ -340,7 +341,7 @@ def test_factors_change_what_is_computed_and_no_weight(
     )
     batch = next(iter(open_held_out(given, row_group(given, mesh)))).layout
     # What is read without a word of factors, by the configuration of the run that was changed.
-    alone = generate.restore(workdir / "checkpoints" / str(STEPS), given, mesh)
+    alone = open_model("--checkpoint", str(workdir)).variables(mesh)
     plain = dataclasses.replace(
       start.settings.model, scan_layers=False, numerics=given.model.numerics
     )
