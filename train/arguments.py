@@ -1,11 +1,17 @@
 """Arguments of a verb as values: numbers with bounds, and a mesh. Problems are sentences."""
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deepseek_jax.sharding import MESH_AXES
+import jax
+from jax.sharding import Mesh
+
+from deepseek_jax.sharding import MESH_AXES, make_mesh
 from deepseek_jax.training_config import MeshConfig
 from train import keys
+from train.errors import UsageError
 
 # Name -> default, what is accepted in words, and whether a number is. A float default takes floats.
 Numbers = Mapping[str, tuple[Any, str, Callable[[Any], bool]]]
@@ -36,3 +42,11 @@ def read_mesh(text: str | None) -> tuple[MeshConfig, list[str]]:
     return MeshConfig(**sizes), []
   axes = ", ".join(MESH_AXES)
   return MeshConfig(), [f"--mesh is {text}, accepted are AXIS=DEVICES,... with the axes {axes}."]
+
+
+def lay_mesh(cfg: MeshConfig) -> Mesh:
+  """The mesh on the first devices. Raises UsageError where there are not so many."""
+  wanted, devices = math.prod(dataclasses.asdict(cfg).values()), jax.devices()
+  if wanted > len(devices):
+    raise UsageError([f"--mesh needs {wanted} devices, there are {len(devices)}."])
+  return make_mesh(cfg, devices[:wanted])

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepseek_jax.storage_path import cache_folder
+from train.arguments import lay_mesh
 from train.errors import Exit, UsageError
 from train.evaluation import conditions
 from train.evaluation.checkpoints import Checkpoint, find_checkpoints
@@ -19,7 +20,6 @@ from train.evaluation.results import Results, Samples
 from train.evaluation.task import Task
 from train.evaluation.tasks import find_tasks, table
 from train.evaluation.watch import appearing
-from train.generate import lay_mesh
 from train.processes import say, warn
 from train.signals import StopSignal
 

@@ -1,9 +1,7 @@
 """`python -m train generate`: writes on from a prompt with the weights of a checkpoint."""
 
 import contextlib
-import dataclasses
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -22,8 +20,7 @@ from deepseek_jax.sampling.generate import generate, go_on
 from deepseek_jax.sampling.sampler import Sampler
 from deepseek_jax.sampling.session import Session
 from deepseek_jax.sampling.weights import decoding_dtype
-from deepseek_jax.sharding import make_mesh
-from deepseek_jax.training_config import MeshConfig
+from train.arguments import lay_mesh
 from train.chat_prompt import Answer, chat_tokens
 from train.chat_talk import talk, typed_lines
 from train.errors import Exit, UsageError
@@ -54,14 +51,6 @@ def main(argv: Sequence[str]) -> int:
       print(piece, end="", flush=True)
   print()
   return Exit.DONE
-
-
-def lay_mesh(cfg: MeshConfig) -> Mesh:
-  """The mesh on the first devices. Raises UsageError where there are not so many."""
-  wanted, devices = math.prod(dataclasses.asdict(cfg).values()), jax.devices()
-  if wanted > len(devices):
-    raise UsageError([f"--mesh needs {wanted} devices, there are {len(devices)}."])
-  return make_mesh(cfg, devices[:wanted])
 
 
 def load(request: Request) -> Trained:

@@ -18,7 +18,7 @@ from deepseek_jax.checkpoint.released_config import released_config
 from deepseek_jax.checkpoint.released_parts import NOT_BACKBONE
 from deepseek_jax.checkpoint.safetensors_file import read_headers, read_safetensors
 from deepseek_jax.config import ModelConfig, NumericsConfig
-from deepseek_jax.layout import PADDING, TEXT, Document, Layout, build_layout, stack_layouts
+from deepseek_jax.layout import PADDING, Document, Layout, build_layout, stack_layouts
 from deepseek_jax.model import Model, logits
 from deepseek_jax.ngram import NgramHash
 
@@ -209,8 +209,3 @@ def pool_mask(pool_BSW: np.ndarray, entries: int, case: Case) -> np.ndarray:
   """bool [B, S, N]: whether an entry lies in one of the pool's blocks."""
   block_N = np.arange(entries) // case.cfg.indexer.pool_block_size
   return (pool_BSW[..., None] == block_N).any(axis=2)
-
-
-def text_only(case: Case) -> bool:
-  types = case.recorded.get("token_types")
-  return types is None or bool((types == TEXT).all())

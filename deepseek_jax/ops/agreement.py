@@ -8,9 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from deepseek_jax.by_slots import by_slots
-from deepseek_jax.ops.chunks import over_queries
-from deepseek_jax.ops.matmul import einsum_f32
+from deepseek_jax.ops.token_logits import over_logits
 
 
 class Agreement(NamedTuple):
@@ -42,27 +40,19 @@ def token_agreement(
     compute_dtype: of the matmul operands; products add up in float32 and statistics are float32.
   """
 
-  def own(place, slots, rows, pieces, weights):
-    del place, rows, pieces
-    head = weights[0].astype(compute_dtype)
+  def of_piece(logits, targets_BC):
+    log_p_BCV, log_q_BCV = (jax.nn.log_softmax(logits_BCV, axis=-1) for logits_BCV in logits)
+    nll = lambda log_BCV: -jnp.take_along_axis(log_BCV, targets_BC[..., None], axis=-1)[..., 0]
+    top = lambda log_BCV: jnp.argmax(log_BCV, axis=-1)
+    kl_BC = jnp.sum(jnp.exp(log_p_BCV) * (log_p_BCV - log_q_BCV), axis=-1)
+    same_BC = (top(log_p_BCV) == top(log_q_BCV)).astype(jnp.float32)
+    return Agreement(nll(log_p_BCV), nll(log_q_BCV), kl_BC, same_BC)
 
-    def chunk(start, piece):
-      del start
-      p_BCD, q_BCD, targets_BC = piece
-      log_p_BCV, log_q_BCV = _log_softmax(p_BCD, head), _log_softmax(q_BCD, head)
-      nll = lambda log_BCV: -jnp.take_along_axis(log_BCV, targets_BC[..., None], axis=-1)[..., 0]
-      top = lambda log_BCV: jnp.argmax(log_BCV, axis=-1)
-      kl_BC = jnp.sum(jnp.exp(log_p_BCV) * (log_p_BCV - log_q_BCV), axis=-1)
-      same_BC = (top(log_p_BCV) == top(log_q_BCV)).astype(jnp.float32)
-      return Agreement(nll(log_p_BCV), nll(log_q_BCV), kl_BC, same_BC)
-
-    return over_queries(chunk, slots, max(1, chunk_tokens // len(slots[2])))
-
-  head = (head_VD, ("vocab", "embed"))
-  slots = (p_hidden_BTD, q_hidden_BTD, targets_BT)
-  return by_slots(own, slots, weights=[head], dtype=compute_dtype)
-
-
-def _log_softmax(hidden_BCD: jax.Array, head_VD: jax.Array) -> jax.Array:
-  logits_BCV = einsum_f32("bcd,vd->bcv", hidden_BCD.astype(head_VD.dtype), head_VD)
-  return jax.nn.log_softmax(logits_BCV, axis=-1)
+  return over_logits(
+    of_piece,
+    [p_hidden_BTD, q_hidden_BTD],
+    targets_BT,
+    head_VD,
+    chunk_tokens=chunk_tokens,
+    compute_dtype=compute_dtype,
+  )

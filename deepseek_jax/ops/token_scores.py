@@ -8,10 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from deepseek_jax.by_slots import by_slots
 from deepseek_jax.layout import Array
-from deepseek_jax.ops.chunks import over_queries
-from deepseek_jax.ops.matmul import einsum_f32
+from deepseek_jax.ops.token_logits import over_logits
 
 
 class TokenScores(NamedTuple):
@@ -37,19 +35,17 @@ def token_scores(
     compute_dtype: of the matmul operands; products add up in float32 and statistics are float32.
   """
 
-  def own(place, slots, rows, pieces, weights):
-    del place, rows, pieces
-    head = weights[0].astype(compute_dtype)
+  def of_piece(logits, targets_BC):
+    (logits_BCV,) = logits
+    log_p_BCV = jax.nn.log_softmax(logits_BCV, axis=-1)
+    log_p_BC = jnp.take_along_axis(log_p_BCV, targets_BC[..., None], axis=-1)[..., 0]
+    return TokenScores(log_p_BC, jnp.argmax(logits_BCV, axis=-1) == targets_BC)
 
-    def chunk(start, piece):
-      del start
-      hidden_BCD, targets_BC = piece
-      logits_BCV = einsum_f32("bcd,vd->bcv", hidden_BCD.astype(head.dtype), head)
-      log_p_BCV = jax.nn.log_softmax(logits_BCV, axis=-1)
-      log_p_BC = jnp.take_along_axis(log_p_BCV, targets_BC[..., None], axis=-1)[..., 0]
-      return TokenScores(log_p_BC, jnp.argmax(logits_BCV, axis=-1) == targets_BC)
-
-    return over_queries(chunk, slots, max(1, chunk_tokens // len(slots[1])))
-
-  head = (head_VD, ("vocab", "embed"))
-  return by_slots(own, (hidden_BTD, targets_BT), weights=[head], dtype=compute_dtype)
+  return over_logits(
+    of_piece,
+    [hidden_BTD],
+    targets_BT,
+    head_VD,
+    chunk_tokens=chunk_tokens,
+    compute_dtype=compute_dtype,
+  )

@@ -14,9 +14,6 @@ The bars are for one H200, with as many layers before the decoder as in it:
 """
 
 import dataclasses
-import datetime
-import json
-import pathlib
 import statistics
 import sys
 import time
@@ -34,7 +31,7 @@ from deepseek_jax.sampling.choose_token import choose_token
 from deepseek_jax.sampling.row_formats import RowFormat, Stored, row_formats
 from deepseek_jax.sampling.sampler import Sampler
 from deepseek_jax.sampling.weights import decoding_dtype
-from tests.bench import measure
+from tests.bench import document, measure
 from tests.bench.step import hashing_of
 from train import settings as command_line
 from train.batches import empty_row
@@ -62,18 +59,8 @@ def main(words: list[str]) -> int:
   (rows,), (steps,) = numbers("--rows", "1"), numbers("--steps", "32")
   prompts, contexts = numbers("--prompts", "16384"), numbers("--contexts", "4096,262144")
   settings = command_line.load(given.get("--config"), arguments.overrides)
-  document = {
-    "benchmark": "decode",
-    "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    "jax": jax.__version__,
-    "config": given.get("--config"),
-    "overrides": arguments.overrides,
-    **run(settings, Request(tuple(prompts), tuple(contexts), rows, steps)),
-  }
-  text = json.dumps(document, indent=1)
-  print(text, flush=True)
-  if "--json" in given:
-    pathlib.Path(given["--json"]).write_text(text + "\n")
+  measured = run(settings, Request(tuple(prompts), tuple(contexts), rows, steps))
+  document.write("decode", arguments, measured)
   return 0
 
 

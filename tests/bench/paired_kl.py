@@ -31,9 +31,9 @@ from deepseek_jax.layout import Layout
 from deepseek_jax.optim.low_rank import without_factors
 from train import origin
 from train import settings as command_line
+from train.arguments import lay_mesh
 from train.batches import open_held_out, placer, row_group
 from train.errors import UsageError, refuse
-from train.generate import lay_mesh
 from train.programs import build_programs
 from train.replay_report import EDGES, paired_agreement
 from train.served import match_slots

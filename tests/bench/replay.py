@@ -11,13 +11,9 @@ With --config.data.slots=65536 that is the case of long contexts.
 """
 
 import dataclasses
-import datetime
-import json
-import pathlib
 import sys
 from typing import Any
 
-import jax
 import numpy as np
 
 from configs.schema import Settings
@@ -27,7 +23,7 @@ from data.replay import Place, RowLayouts
 from data.source import Row
 from deepseek_jax.flops import layout_flops
 from deepseek_jax.layout import Layout, decoder_slots_of, stack_layouts
-from tests.bench import step
+from tests.bench import document, step
 from train import settings as command_line
 from train.replay_checks import replay_problems
 
@@ -47,19 +43,8 @@ def main(words: list[str]) -> int:
     print(problem)
   if problems:
     return 2
-  document = {
-    "benchmark": "replay",
-    "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    "jax": jax.__version__,
-    "config": given.get("--config"),
-    "overrides": arguments.overrides,
-    "responses": responses,
-    **compare(settings, int(given.get("--steps", "30")), responses),
-  }
-  text = json.dumps(document, indent=1)
-  print(text, flush=True)
-  if "--json" in given:
-    pathlib.Path(given["--json"]).write_text(text + "\n")
+  measured = compare(settings, int(given.get("--steps", "30")), responses)
+  document.write("replay", arguments, {"responses": responses, **measured})
   return 0
 
 

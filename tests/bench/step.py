@@ -8,9 +8,6 @@ record: tokens per second, the spread of the step's time, MFU by deepseek_jax.fl
 compile seconds; with --profile also where the time goes, by part of the model.
 """
 
-import datetime
-import json
-import pathlib
 import statistics
 import sys
 import time
@@ -25,7 +22,7 @@ from deepseek_jax.flops import flops_per_token, peak_flops
 from deepseek_jax.layout import Document, Layout, build_layout, stack_layouts
 from deepseek_jax.ngram import NgramHash
 from deepseek_jax.sharding import make_mesh
-from tests.bench import measure, step_parts
+from tests.bench import document, measure, step_parts
 from train import settings as command_line
 from train.batches import abstract_batch
 from train.programs import Programs, build_programs
@@ -43,20 +40,10 @@ def main(words: list[str]) -> int:
     return 2
   given = arguments.values
   settings = command_line.load(given.get("--config"), arguments.overrides)
-  document = {
-    "benchmark": "step",
-    "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    "jax": jax.__version__,
-    "config": given.get("--config"),
-    "overrides": arguments.overrides,
-  }
   prepared = prepare(settings)
   print(f"Compiled in {prepared.compile_seconds:.1f} s.", file=sys.stderr, flush=True)
-  document |= run(prepared, int(given.get("--steps", "30")), given.get("--profile"))
-  text = json.dumps(document, indent=1)
-  print(text, flush=True)
-  if "--json" in given:
-    pathlib.Path(given["--json"]).write_text(text + "\n")
+  measured = run(prepared, int(given.get("--steps", "30")), given.get("--profile"))
+  document.write("step", arguments, measured)
   return 0
 
 

@@ -38,6 +38,18 @@ def prepared(tmp_path_factory):
   return prepare(request, tmp_path_factory.mktemp("prepared"))
 
 
+def prepare_with_marks(prepared, folder):
+  """The same text, with a tokenizer that has the marks of chats."""
+  request = PrepareRequest(
+    source=prepared.request["source"],
+    tokenizer=f"train:{VOCAB}",
+    chat_tokens=True,
+    slots=SLOTS,
+    validation_share=0.25,
+  )
+  return prepare(request, folder)
+
+
 @pytest.fixture
 def damaged(prepared, tmp_path):
   """A copy of the prepared folder with a flipped byte among the records of its first shard."""

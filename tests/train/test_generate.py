@@ -11,12 +11,12 @@ from flax import linen as nn
 from data.chat.markup import Mark
 from data.chat.render import as_text
 from data.chat.tokens import chat_tokenizer
-from data.prepare.run import PrepareRequest, prepare
 from data.prepare.tokenizer import CHAT_TOKENS
 from deepseek_jax.checkpoint import Checkpoints
 from deepseek_jax.model import Model
 from deepseek_jax.sampling.session import Session
-from tests.train.conftest import REFERENCE, ROOT, SLOTS, VOCAB
+from tests.train.conftest import REFERENCE, ROOT, VOCAB, prepare_with_marks
+from tests.train.spoil import change_model, damage
 from train import convert, generate, settings
 from train.__main__ import main
 from train.batches import empty_row
@@ -29,14 +29,7 @@ from train.stored_model import open_model
 @pytest.fixture(scope="module")
 def text_data(prepared, tmp_path_factory):
   """The same text, with a tokenizer that has the marks of chats."""
-  request = PrepareRequest(
-    source=prepared.request["source"],
-    tokenizer=f"train:{VOCAB}",
-    chat_tokens=True,
-    slots=SLOTS,
-    validation_share=0.25,
-  )
-  return prepare(request, tmp_path_factory.mktemp("text_data"))
+  return prepare_with_marks(prepared, tmp_path_factory.mktemp("text_data"))
 
 
 @pytest.fixture(scope="module")
@@ -162,20 +155,6 @@ def test_what_is_missing_or_damaged_is_one_sentence(
   error = capsys.readouterr().err
   assert sentence in error
   assert "Traceback" not in error
-
-
-def damage(folder):
-  files = [p for p in (folder / "checkpoints" / "7").rglob("*") if p.is_file()]
-  largest = max(files, key=lambda p: p.stat().st_size)
-  content = bytearray(largest.read_bytes())
-  content[len(content) // 2] ^= 1
-  largest.write_bytes(content)
-
-
-def change_model(folder, **values):
-  config = json.loads((folder / "config.json").read_text())
-  config["model"] |= values
-  (folder / "config.json").write_text(json.dumps(config))
 
 
 def widen(folder):

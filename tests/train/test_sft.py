@@ -14,7 +14,7 @@ from deepseek_jax.checkpoint import restore_step
 from deepseek_jax.optim import low_rank
 from deepseek_jax.sharding import make_mesh
 from tests.bench import paired_kl
-from tests.train.conftest import ROOT, VOCAB, Runs
+from tests.train.conftest import ROOT, VOCAB, Runs, prepare_with_marks
 from train import checks, convert, replay_report, settings
 from train.batches import open_held_out, open_training, row_group
 from train.errors import Exit, UsageError
@@ -44,14 +44,7 @@ LOW_RANK = {"optim__low_rank__rank": 2, "optim__low_rank__alpha": 4.0, "optim__p
 def folders(prepared, tmp_path_factory):
   """Text, chats with the tokenizer of the text, and the chats with another one."""
   root = tmp_path_factory.mktemp("chats")
-  request = PrepareRequest(
-    source=prepared.request["source"],
-    tokenizer=f"train:{VOCAB}",
-    chat_tokens=True,
-    slots=SLOTS,
-    validation_share=0.25,
-  )
-  text = prepare(request, root / "text")
+  text = prepare_with_marks(prepared, root / "text")
   words = ["expert", "router", "stream", "entry", "window", "query", "layer", "token", "slot"]
   pick = lambda n, k: " ".join(words[(n * (i + 2) + i * i) % len(words)] for i in range(k))
   lines = []

@@ -24,6 +24,7 @@ from deepseek_jax.ops.token_scores import TokenScores, token_scores
 from deepseek_jax.sampling.cache import decoding_config
 from deepseek_jax.sampling.generate import Sampling, generate
 from deepseek_jax.sampling.sampler import Sampler
+from deepseek_jax.sampling.weights import decoding_weights
 from deepseek_jax.sharding import batch_pieces
 from deepseek_jax.training_config import MeshConfig
 from train.batches import RowGroup, placer
@@ -71,7 +72,8 @@ class EvaluatedModel:
   @functools.cached_property
   def sampler(self) -> Sampler:
     """Of the decode path, with the rows of its caches packed or not."""
-    return Sampler(self.cfg, self.variables, self.hashing, packed=self.packed)
+    weights = decoding_weights(self.cfg, self.variables)
+    return Sampler(self.cfg, weights, self.hashing, packed=self.packed)
 
   def generation_problems(self) -> list[str]:
     """Why no text can be generated, in plain sentences."""

@@ -9,11 +9,11 @@ from deepseek_jax.checkpoint import Checkpoints
 from deepseek_jax.model import Model
 from tests.train.conftest import ROOT, VOCAB
 from train import settings
+from train.arguments import lay_mesh
 from train.batches import empty_row
 from train.evaluation.checkpoints import find_checkpoints
 from train.evaluation.opening import open_evaluated
 from train.evaluation.request import parse
-from train.generate import lay_mesh
 
 STEPS = (3, 7)
 

@@ -19,6 +19,7 @@ from deepseek_jax.checkpoint import Checkpoints
 from tests.conftest import QUICK_XLA
 from tests.train.conftest import PATIENCE, ROOT, VOCAB
 from tests.train.evaluation.conftest import STEPS, add_step, opened, request
+from tests.train.spoil import change_model, damage
 from train.__main__ import main
 from train.errors import Exit
 from train.evaluation import perplexity
@@ -201,20 +202,6 @@ def test_results_of_a_file_that_has_changed_are_refused(kept, trained, choices, 
   assert evaluate(trained, *words) == Exit.USAGE
   choices.write_text(text)
   assert "that are of another file" in capsys.readouterr().err
-
-
-def damage(folder):
-  files = [p for p in (folder / "checkpoints" / "7").rglob("*") if p.is_file()]
-  largest = max(files, key=lambda p: p.stat().st_size)
-  content = bytearray(largest.read_bytes())
-  content[len(content) // 2] ^= 1
-  largest.write_bytes(content)
-
-
-def change_model(folder, **values):
-  config = json.loads((folder / "config.json").read_text())
-  config["model"] |= values
-  (folder / "config.json").write_text(json.dumps(config))
 
 
 def other_tokenizer(folder):

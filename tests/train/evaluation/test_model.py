@@ -9,9 +9,9 @@ from configs.schema import Stage
 from deepseek_jax.layout import Document, build_layout, stack_layouts
 from deepseek_jax.model import Model, logits
 from tests.train.evaluation.conftest import opened
+from train.arguments import lay_mesh
 from train.evaluation.continuations import continuations
 from train.evaluation.model import Scored
-from train.generate import lay_mesh
 from train.stored_model import settings_at
 
 WORDS = ["expert", "router", "stream", "entry", "window", "query", "layer", "token", "slot"]
