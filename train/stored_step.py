@@ -1,5 +1,6 @@
 """`--checkpoint D`: which step of ours it names, and the configuration of the run that wrote it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from configs.schema import Settings
@@ -35,8 +36,7 @@ def find_step(name: str, text: str, *, number: int | None = None, check: bool = 
         raise UsageError([f"--step is {number}, but {name} {text} is a step itself."])
     elif steps := manifest.complete_steps(path / "checkpoints"):
       if number is not None and number not in steps:
-        have = ", ".join(map(str, steps))
-        raise UsageError([f"--step is {number}, the complete checkpoints of {text} are {have}."])
+        raise no_such_step(number, text, steps)
       step = path / "checkpoints" / str(steps[-1] if number is None else number)
     else:
       raise UsageError([f"{name} {text} is no run folder with a complete step, and no step."])
@@ -51,3 +51,9 @@ def find_step(name: str, text: str, *, number: int | None = None, check: bool = 
     return StoredStep(step, settings_from_json(text))
   except (ValueError, TypeError) as error:
     raise UsageError([f"{config} is no configuration of a run: {error}."]) from None
+
+
+def no_such_step(number: int, text: str, steps: Sequence[int]) -> UsageError:
+  """Why --step names none of the complete steps of the run folder `text`."""
+  have = ", ".join(map(str, steps))
+  return UsageError([f"--step is {number}, the complete checkpoints of {text} are {have}."])

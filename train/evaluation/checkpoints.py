@@ -10,6 +10,7 @@ from deepseek_jax.checkpoint.released_folder import is_released
 from deepseek_jax.storage_path import StoragePath, is_remote, storage_path
 from train.errors import UsageError
 from train.evaluation.request import ALL, LATEST
+from train.stored_step import no_such_step
 
 
 class Checkpoint(NamedTuple):
@@ -69,9 +70,9 @@ def _of_run(text: str, complete: list[Checkpoint], step: str | int) -> list[Chec
   if not complete:
     problem = f"--checkpoint {text} is no run folder with a complete step, no step, and no release."
     raise UsageError([problem])
-  chosen = {LATEST: complete[-1:], ALL: complete}
-  found = chosen.get(step) if isinstance(step, str) else [c for c in complete if c.step == step]
+  if isinstance(step, str):
+    return {LATEST: complete[-1:], ALL: complete}[step]
+  found = [checkpoint for checkpoint in complete if checkpoint.step == step]
   if not found:
-    have = ", ".join(str(checkpoint.step) for checkpoint in complete)
-    raise UsageError([f"--step is {step}, the complete checkpoints of {text} are {have}."])
+    raise no_such_step(step, text, [int(checkpoint.path.name) for checkpoint in complete])
   return found
