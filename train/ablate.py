@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import Settings
 from data.errors import DataError
@@ -169,9 +169,11 @@ def compile_programs(chosen: Settings, mesh: Mesh) -> Programs:
 
   over_seeds = lambda fn: lambda states, batch: jax.lax.map(lambda s: fn(s, batch), states)
   evaluate = over_seeds(lambda s, batch: of_one.evaluate(s.params, s.balance, batch))
-  shapes, batch = jax.eval_shape(create), of_one.abstract_batch
+  on_mesh = NamedSharding(mesh, PartitionSpec())
+  struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_mesh)
+  shapes, batch = jax.tree.map(struct, jax.eval_shape(create)), of_one.abstract_batch
   lowered = (
-    jax.jit(create).lower(),
+    jax.jit(create, out_shardings=on_mesh).lower(),
     jax.jit(over_seeds(of_one.step), donate_argnums=0).lower(shapes, batch),
     jax.jit(evaluate).lower(shapes, batch),
   )
