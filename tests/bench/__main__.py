@@ -6,6 +6,7 @@
   python -m tests.bench step --config configs/small.py [--steps 30] [--profile DIR] [--json F]
   python -m tests.bench replay --config configs/small.py [--responses 4] [--steps 30] [--json F]
   python -m tests.bench decode --config configs/small.py [--contexts 4096,262144] [--json F]
+  python -m tests.bench optimizer --config configs/small.py [--steps 10] [--json F]
   python -m tests.bench convert --folder DIR [--gigabytes 3] [--json F]
   python -m tests.bench paired_kl --aware RUN[,RUN] --plain RUN[,RUN] [--json F]
 
@@ -15,9 +16,9 @@ most (a bfloat16 matrix product and a copy, measured in the same run), and a rec
 implementation and shape. A case that fails or is refused leaves a record that says why. `schedule`
 needs no accelerator: it reports cycles of the TPU kernels from the compiler's final schedule.
 `step` measures the whole training step (tests/bench/step.py), `replay` what it saves with replay,
-`decode` prefill and the tokens behind it, `convert` the memory that conversion of a released
-checkpoint takes, `paired_kl` what fine-tuning with replay changes about how far a server's forward
-is from the exact one.
+`decode` prefill and the tokens behind it, `optimizer` an update alone, `convert` the memory that
+conversion of a released checkpoint takes, `paired_kl` what fine-tuning with replay changes about
+how far a server's forward is from the exact one.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from deepseek_jax.ops import dispatch
 from tests.bench import case, measure, report
 
 _MEASURED = ("attention", "indexer", "experts", "loss")
+_OF_A_CONFIGURATION = ("step", "replay", "decode", "optimizer", "convert", "paired_kl")
 _CHIPS = ("v5p", "v6e", "tpu7x")
 _SELECTIONS = ("random", "clustered")
 _REFERENCE_TOKENS = 4096
@@ -51,7 +53,7 @@ _FOREIGN = {
 
 def main(arguments: list[str] | None = None) -> int:
   words = sys.argv[1:] if arguments is None else arguments
-  if words[:1] in (["step"], ["replay"], ["decode"], ["convert"], ["paired_kl"]):
+  if words[:1] and words[0] in _OF_A_CONFIGURATION:
     return importlib.import_module(f"tests.bench.{words[0]}").main(words[1:])
   parser = _parser()
   options = parser.parse_args(words)
