@@ -96,7 +96,7 @@ def make_train_step(
     }
     if health is not None:
       metrics |= health_metrics(health) | _norms(grads, "grad_norm")
-      metrics |= _norms(parts.in_bfloat16(updates), "update_norm")
+      metrics |= _norms(parts.in_a_byte(updates), "update_norm")
       metrics |= router_bias.condition(balance, layers)
     return TrainState(state.step + 1, params, balance, opt_state, skipped), metrics
 

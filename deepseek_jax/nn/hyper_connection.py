@@ -6,9 +6,11 @@ Legend: B rows, Q slots, c streams, D width, M = 2c + c*c coefficients.
 import jax
 from flax import linen as nn
 
+from deepseek_jax.by_slots import by_slots
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import parameters
 from deepseek_jax.ops.hyper_connection import Mixing, mixing
+from deepseek_jax.ops.sinkhorn import sinkhorn
 
 
 class HyperConnection(nn.Module):
@@ -33,5 +35,11 @@ class HyperConnection(nn.Module):
       scale_3,
       norm_eps=cfg.norm_eps,
       hc_eps=cfg.hc_eps,
-      iterations=cfg.sinkhorn_iterations,
+      normalize=self._normalize,
     )
+
+  def _normalize(self, logits_BQcc: jax.Array) -> jax.Array:
+    own = lambda place, own_BQcc, *_: sinkhorn(
+      own_BQcc, self.cfg.sinkhorn_iterations, self.cfg.hc_eps
+    )
+    return by_slots(own, logits_BQcc)

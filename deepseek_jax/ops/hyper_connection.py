@@ -4,13 +4,13 @@ Legend: X leading axes (rows, slots), c streams, D width, M = 2c + c*c mixing co
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from deepseek_jax.ops.matmul import exact_dot
-from deepseek_jax.ops.sinkhorn import sinkhorn
 
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -31,12 +31,13 @@ def mixing(
   *,
   norm_eps: float,
   hc_eps: float,
-  iterations: int,
+  normalize: Callable[[jax.Array], jax.Array],
 ) -> Mixing:
   """Predicts a site's coefficients from all streams at once.
 
   mix = (fn . f) rsqrt(mean(f^2) + norm_eps) with f the flattened streams; pre = sigmoid + hc_eps,
-  post = 2 sigmoid, comb = Sinkhorn. Everything is float32. Source: model.md section 2.2.
+  post = 2 sigmoid, comb = normalize(logits), which is Sinkhorn's. Everything is float32. Source:
+  model.md section 2.2.
   """
   c = streams_XcD.shape[-2]
   flat = streams_XcD.astype(jnp.float32)
@@ -48,7 +49,7 @@ def mixing(
   return Mixing(
     jax.nn.sigmoid(pre * scale_3[0] + base_pre) + hc_eps,
     2 * jax.nn.sigmoid(post * scale_3[1] + base_post),
-    sinkhorn(logits, iterations, hc_eps),
+    normalize(logits),
   )
 
 

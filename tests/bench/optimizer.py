@@ -12,7 +12,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from configs.schema import Settings

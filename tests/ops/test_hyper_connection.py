@@ -12,7 +12,9 @@ X, C, D = 7, 4, 10
 NORM_EPS, HC_EPS, ITERATIONS = 1e-20, 1e-6, 20
 
 predict = jax.jit(
-  functools.partial(mixing, norm_eps=NORM_EPS, hc_eps=HC_EPS, iterations=ITERATIONS)
+  functools.partial(
+    mixing, norm_eps=NORM_EPS, hc_eps=HC_EPS, normalize=lambda x: sinkhorn(x, ITERATIONS, HC_EPS)
+  )
 )
 
 

@@ -89,7 +89,7 @@ def chunk(request, monkeypatch):
     monkeypatch.setattr(tiles, "SCORE_TILE", tiles.ScoreTile(queries=8, keys=16, warps=1, stages=1))
     monkeypatch.setattr(tiles, "DIRECT_PLACES", 8)
     monkeypatch.setattr(tiles, "PRODUCT_BYTES", 7 * 4 * 2 * 8 * HEADS)  # seven keys, eight queries
-    monkeypatch.setattr(tiles, "DIVERGENCE_QUERIES", 10)
+    monkeypatch.setattr(tiles, "DIVERGENCE_BYTES", 5 * 4 * 2 * 3 * WIDTH)  # five queries of a row
 
 
 @pytest.mark.usefixtures("chunk")

@@ -9,7 +9,7 @@ from flax import linen as nn
 from configs import tiny
 from configs.schema import Settings
 from deepseek_jax.model import Model
-from deepseek_jax.optim.parts import norms
+from deepseek_jax.optim.parts import in_a_byte, norms
 from train.batches import empty_row
 
 SETTINGS = Settings.from_dict(tiny.get_config().to_dict())
@@ -29,3 +29,11 @@ def test_parts_share_the_global_norm_among_them():
   )
   experts = sum(x.size for path, x in jax.tree.leaves_with_path(tree) if "experts" in str(path))
   np.testing.assert_allclose(found["experts"], 0.5 * np.sqrt(experts), rtol=1e-6)
+
+
+def test_a_norm_of_bytes_is_nearly_that_of_float32_at_any_learning_rate():
+  rng = np.random.default_rng(0)
+  for rate in (1e-6, 1e-4, 1e-2):
+    tree = {"embed": jnp.asarray(rate * rng.normal(size=(300, 100)), jnp.float32)}
+    found, want = (float(norms(t)["embed"]) for t in (in_a_byte(tree), tree))
+    np.testing.assert_allclose(found, want, rtol=5e-3)

@@ -52,7 +52,7 @@ def _divergence(add, q_BQIi, keys_BNi, weights_BQI, selection_BQK, teacher_BQK, 
     scores_BCK = _scores(_products(q_BCIi, taken_BCKi), weights_BCI)
     return reference.kl_from_scores(scores_BCK, selection_BCK, teacher_BCK)
 
-  pieces = _split(q_BQIi, weights_BQI, selection_BQK, teacher_BQK)
+  pieces = _split(keys_BNi.shape[2], q_BQIi, weights_BQI, selection_BQK, teacher_BQK)
   per_query_BQ = join(jax.lax.map(chunk, pieces), counts_BQ.shape[1])
   return jnp.sum(jnp.where(counts_BQ, per_query_BQ, 0.0))
 
@@ -65,7 +65,7 @@ def _backward(add, arrays, d_total):
   """With s the scores: d w_h = sum_k d s_k relu(p_hk);  d p_hk = d s_k w_h where p_hk > 0."""
   q_BQIi, keys_BNi, weights_BQI, selection_BQK, teacher_BQK, counts_BQ = arrays
   d_kl_BQ = jnp.where(counts_BQ, d_total, 0.0)
-  pieces = _split(q_BQIi, weights_BQI, selection_BQK, teacher_BQK, d_kl_BQ)
+  pieces = _split(keys_BNi.shape[2], q_BQIi, weights_BQI, selection_BQK, teacher_BQK, d_kl_BQ)
 
   def chunk(d_keys_BNi, piece):
     (q_BCIi, weights_BCI, selection_BCK, teacher_BCK, d_kl_BC), plan = piece
@@ -108,10 +108,12 @@ def _scores(products_BCIK, weights_BCI):
   return jnp.sum(jax.nn.relu(products_BCIK) * weights_BCI.astype(jnp.float32)[..., None], axis=2)
 
 
-def _split(*arrays):
+def _split(width, q_BQIi, weights_BQI, selection_BQK, *others):
   """[B, Q, ...] -> [n, B, C, ...]; the last chunk is filled up with queries that chose nothing."""
-  rows, queries = arrays[0].shape[:2]
-  chunk = min(queries, max(1, tiles.DIVERGENCE_QUERIES // rows))
+  arrays = (q_BQIi, weights_BQI, selection_BQK, *others)
+  rows, queries, top_k = selection_BQK.shape
+  bytes_per_query = 4 * rows * top_k * max(width, q_BQIi.shape[2])  # of a row each
+  chunk = min(queries, max(1, tiles.DIVERGENCE_BYTES // bytes_per_query))
   return tuple(split(x, chunk, fill=-1 if x.dtype == jnp.int32 else 0) for x in arrays)
 
 

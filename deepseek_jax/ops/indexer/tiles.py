@@ -17,9 +17,9 @@ MOST_QUERIES, FEWEST_QUERIES = 4096, 64
 # 512 threads; a longer row first chooses blocks by their maxima.
 DIRECT_PLACES, MOST_PLACES = 8192, 32768
 
-# Queries whose gathered keys and key-gradient rows exist at a time in the divergence: 1024 x 512
-# rows of 128 float32 channels are 268 MB.
-DIVERGENCE_QUERIES = 1024
+# Gathered keys, and rows of their gradient, that exist at a time in the divergence: float32
+# channels, of 1,024 queries with 512 choices of 128 channels.
+DIVERGENCE_BYTES = 2**28
 
 # A restricted layer may score its pool's members alone, or score every visible entry and then look
 # at the members. Members are gathered rows, bound by L2 (GPU) or by small copies (TPU); a scan is

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from deepseek_jax.ops.indexer import tiles
-from deepseek_jax.ops.sparse_attention.triton_call import triton_call
+from deepseek_jax.ops.triton_call import triton_call
 
 _BLOCKS_PER_PROGRAM = 1024  # of the maxima kernel; a program reads this many blocks at once
 _FEWEST_PLACES = 32  # one warp

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plt
 
 from deepseek_jax.ops.indexer import tiles
 from deepseek_jax.ops.indexer.scoring import head_term, rounding
-from deepseek_jax.ops.sparse_attention.triton_call import triton_call
+from deepseek_jax.ops.triton_call import triton_call
 
 
 def all_scores(

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plt
 
 from deepseek_jax.ops.sparse_attention import reduce_rows, tiles
 from deepseek_jax.ops.sparse_attention.joined_rows import first_window_slot, join, join_selection
-from deepseek_jax.ops.sparse_attention.triton_call import triton_call
+from deepseek_jax.ops.triton_call import triton_call
 
 _LOG2_E = 1.4426950408889634  # kernels work with powers of two
 
@@ -86,9 +86,10 @@ def _block(q_Hd: jax.Array) -> int:
   )
 
 
-def _chunk(queries: int) -> int:
+def _chunk(queries: int, keys_per_query: int) -> int:
   """Queries whose contributions exist at a time: equal chunks, so that few slots stay empty."""
-  return -(-queries // -(-queries // tiles.BACKWARD_QUERIES))
+  most = max(1, tiles.BACKWARD_ROWS // keys_per_query)
+  return -(-queries // -(-queries // most))
 
 
 def plan(selection_BQK: jax.Array, entries: int, *, window: int) -> Plan:
@@ -102,8 +103,9 @@ def plan(selection_BQK: jax.Array, entries: int, *, window: int) -> Plan:
   rows, queries, _ = selection_BQK.shape
   selection_SL = join_selection(selection_BQK, entries, block=tiles.KEYS)
   keys_per_query = selection_SL.shape[1] + _window_keys(window)
+  chunk = _chunk(rows * queries, keys_per_query)
   inverse = reduce_rows.invert(
-    selection_SL, rows * entries, chunk=_chunk(rows * queries), keys_per_query=keys_per_query
+    selection_SL, rows * entries, chunk=chunk, keys_per_query=keys_per_query
   )
   return Plan(selection_SL, _count(selection_SL), inverse)
 
@@ -322,12 +324,13 @@ def backward(
   whole = lambda x_BQH: _whole_blocks(join(x_BQH), per_program)
   first_S = first_window_slot(segment_start_BQ, window)
   chosen, key_arrays = _keys(plan, entry_kv_BNd, join(window_kv_BQd), first_S)
-  chunk = _chunk(first_S.size)
+  sizes = _Sizes(per_program, block, chosen, window)
+  chunk = _chunk(first_S.size, sizes.keys_per_query)
   backward_chunk = functools.partial(
     _backward_chunk,
     arrays=(whole(q_BQHd), whole(d_out_BQHd), whole(lse_BQH), whole(delta_BQH)),
     key_arrays=key_arrays,
-    sizes=_Sizes(per_program, block, chosen, window),
+    sizes=sizes,
     chunk=chunk,
   )
   zeros = lambda x_BNd: jnp.zeros_like(join(x_BNd), jnp.float32)

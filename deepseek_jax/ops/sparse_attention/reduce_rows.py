@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from deepseek_jax.ops.sparse_attention.triton_call import triton_call
+from deepseek_jax.ops.triton_call import triton_call
 
 # Rows that one program sums. An entry that every query picks would otherwise keep one program busy
 # long after the others are done.

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 # SM beside a query (docs/log.md), and 64 is the height of a warpgroup's matrix product.
 KEYS = 64
 
-# Queries whose contributions to the entries exist at a time in the backward pass: 2,048 x 640 rows
-# of 1 KiB are 1.25 GiB. 2,112, a multiple of the 132 multiprocessors, was not faster.
+# Queries whose contributions to the entries exist at a time in the backward pass of the release:
+# 2,048 x 640 rows of 1 KiB are 1.25 GiB. 2,112, a multiple of the 132 multiprocessors, was not
+# faster. With fewer keys a chunk has more queries, for each chunk is a dozen kernels.
 BACKWARD_QUERIES = 2048
+BACKWARD_ROWS = BACKWARD_QUERIES * 640
 
 
 # Below this many elements of q plain JAX is as fast. Measured on an H200, forward and backward of

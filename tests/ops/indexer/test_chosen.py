@@ -43,7 +43,8 @@ def gradients(implementation, arrays, rest):
 def test_bfloat16_gradients_are_within_a_hundredth_of_float32_ones(
   implementation, same_choice, monkeypatch
 ):
-  monkeypatch.setattr(tiles, "DIVERGENCE_QUERIES", 32)  # 16 queries of each row, then 8 are missing
+  # 16 queries of each row at a time, then 8 are missing.
+  monkeypatch.setattr(tiles, "DIVERGENCE_BYTES", 16 * 4 * 2 * TOP_K * WIDTH)
   arrays, rest = case(50, same_choice)
   want = gradients("reference", [x.astype(jnp.float32) for x in arrays], rest)
   for got, exact in zip(gradients(implementation, arrays, rest), want, strict=True):

@@ -74,7 +74,8 @@ def assert_same(got, want, tolerance=2e-6):
   rest_slow([(13, 4, 5), (1, 4, 2048), (13, 4, 2048), (5, 8, 3), (40, 20, 16)], 2),
 )
 def test_values_and_gradients_are_those_of_the_reference(queries, window, chunk, monkeypatch):
-  monkeypatch.setattr(tiles, "BACKWARD_QUERIES", chunk)
+  keys = 2 * tiles.KEYS  # a block of chosen ones and one of the window
+  monkeypatch.setattr(tiles, "BACKWARD_ROWS", chunk * keys)
   assert_same(*both(case(queries), window))
 
 
@@ -86,7 +87,7 @@ def test_selections_and_windows_of_several_blocks(monkeypatch):
 @pytest.mark.slow
 def test_heads_of_several_blocks(monkeypatch):
   monkeypatch.setattr(tiles, "KEYS", 16)
-  monkeypatch.setattr(tiles, "BACKWARD_QUERIES", 4)
+  monkeypatch.setattr(tiles, "BACKWARD_ROWS", 4 * 2 * 16)
   assert_same(*both(case(queries=5, heads=40), window=4))
 
 

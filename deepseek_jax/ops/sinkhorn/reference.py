@@ -1,4 +1,4 @@
-"""Sinkhorn normalization of the stream-mixing matrix, with a backward pass that stores no iterates.
+"""Sinkhorn normalization in plain JAX, with a backward pass that stores no iterates.
 
 Legend: X leading axes, c streams; the matrix is indexed [old stream, new stream].
 """
@@ -11,18 +11,7 @@ import jax.numpy as jnp
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def sinkhorn(logits_Xcc: jax.Array, iterations: int, eps: float) -> jax.Array:
-  """Nearly doubly stochastic matrix from logits.
-
-  C = softmax over new streams + eps; C /= column sums + eps; then iterations - 1 times rows and
-  columns in turn, so that it ends with columns. "Columns" sum over old streams.
-
-  Args:
-    logits_Xcc: [..., c, c] float32.
-    iterations: number of row (and of column) normalizations, the softmax counted as the first.
-    eps: added to every sum and after the softmax.
-
-  Returns: [..., c, c] float32. Source: model.md section 2.2.
-  """
+  """As the public op."""
   return _finish(_run(_start(logits_Xcc), iterations, eps))
 
 
