@@ -50,14 +50,17 @@ class Progress:
     if notable or (
       self._bar is None and (step % self._log_every == 0 or step == self._total_steps)
     ):
-      self.say(f"step {step}/{self._total_steps}  {text}  {self._time_left(step)}")
+      self.say(f"step {step}/{self._total_steps}  {text}  {self._time_left(step)}".rstrip())
 
   def close(self) -> None:
     if self._bar is not None:
       self._bar.stop()
 
   def _time_left(self, step: int) -> str:
-    per_step = (time.monotonic() - self._started) / max(1, step - self._first_step)
+    """Nothing before the first step, whose seconds say nothing about the others."""
+    if step <= self._first_step:
+      return ""
+    per_step = (time.monotonic() - self._started) / (step - self._first_step)
     seconds = round(per_step * (self._total_steps - step))
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from deepseek_jax.ops.sinkhorn import sinkhorn
 from deepseek_jax.ops.sparse_attention import pallas_triton, reduce_rows
 from tests.aot import targets
 
@@ -96,3 +97,12 @@ def test_row_sums_of_indexer_keys_compile(dtype):
   rows_Rd = jax.ShapeDtypeStruct((chunk * K, width), dtype)
   acc_Md = jax.ShapeDtypeStruct((N, width), jnp.float32)
   assert compiled_kernels(reduce_rows.add_by_entry, one_chunk, rows_Rd, acc_Md)[0] == 2
+
+
+def test_all_iterations_of_sinkhorn_are_one_kernel_and_its_gradient_another():
+  normalize = lambda x: sinkhorn(x, 20, 1e-6, implementation="pallas_triton")
+  both = lambda x, d: (normalize(x), jax.vjp(normalize, x)[1](d)[0])
+  matrices = jax.ShapeDtypeStruct((B, Q, 4, 4), "float32")
+  kernels, temporaries = compiled_kernels(both, matrices, matrices)
+  assert kernels == 2
+  assert temporaries < 1.1 * 19 * matrices.size * 4, "the iterates of the way back"

@@ -1,9 +1,8 @@
 """Sinkhorn normalization for GPUs: all iterations in one kernel, and one for the gradient.
 
-A loop of XLA is some hundred kernels of a few microseconds for every site, which in small models
-took as long as all matrix products (docs/log.md). Here a thread has a token's matrix in registers.
-The gradient's kernel leaves the iterates in memory on its way forward and reads them on its way
-back.
+A loop of XLA is some hundred small kernels for every site, a third of all that a step of
+configs/ablation.py ran (docs/log.md). Here a thread has a token's matrix in registers. The
+gradient's kernel leaves the iterates in memory on its way forward and reads them on its way back.
 
 Legend: X leading axes, S tokens, T tokens of a program, c streams; a matrix is indexed [old stream,
 new stream], and inside kernels a tuple of rows, each a tuple of arrays [T].
