@@ -34,6 +34,7 @@ from rich.console import Console
 
 from deepseek_jax.ops import dispatch
 from tests.bench import case, measure, report
+from train.errors import UsageError, refuse
 
 _MEASURED = ("attention", "indexer", "experts", "loss")
 _OF_A_CONFIGURATION = ("step", "replay", "decode", "optimizer", "convert", "paired_kl")
@@ -54,7 +55,10 @@ _FOREIGN = {
 def main(arguments: list[str] | None = None) -> int:
   words = sys.argv[1:] if arguments is None else arguments
   if words[:1] and words[0] in _OF_A_CONFIGURATION:
-    return importlib.import_module(f"tests.bench.{words[0]}").main(words[1:])
+    try:
+      return importlib.import_module(f"tests.bench.{words[0]}").main(words[1:])
+    except UsageError as error:
+      return refuse(error.problems)
   parser = _parser()
   options = parser.parse_args(words)
   if options.tokens and min(options.tokens) < max(options.ratio):

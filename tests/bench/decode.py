@@ -33,7 +33,6 @@ from deepseek_jax.sampling.sampler import Sampler
 from deepseek_jax.sampling.weights import decoding_dtype
 from tests.bench import document, measure
 from tests.bench.step import hashing_of
-from train import settings as command_line
 from train.batches import empty_row
 
 ARGUMENTS = ("--config", "--prompts", "--contexts", "--rows", "--steps", "--json")
@@ -49,16 +48,11 @@ class Request(NamedTuple):
 
 
 def main(words: list[str]) -> int:
-  arguments = command_line.split(words, ARGUMENTS, switches=())
-  for problem in arguments.problems:
-    print(problem)
-  if arguments.problems:
-    return 2
+  settings, arguments = document.read(words, ARGUMENTS)
   given = arguments.values
   numbers = lambda name, default: sorted(map(int, str(given.get(name, default)).split(",")))
   (rows,), (steps,) = numbers("--rows", "1"), numbers("--steps", "32")
   prompts, contexts = numbers("--prompts", "16384"), numbers("--contexts", "4096,262144")
-  settings = command_line.load(given.get("--config"), arguments.overrides)
   measured = run(settings, Request(tuple(prompts), tuple(contexts), rows, steps))
   document.write("decode", arguments, measured)
   return 0

@@ -17,7 +17,6 @@ import optax
 from configs.schema import Settings
 from deepseek_jax.optim.optimizer import make_optimizer
 from tests.bench import document, measure
-from train import settings as command_line
 from train import stages
 from train.programs import parameter_shapes
 
@@ -26,13 +25,8 @@ _WEIGHT, _GRADIENT = 0.02, 1e-3  # standard deviations; neither changes the work
 
 
 def main(words: list[str]) -> int:
-  arguments = command_line.split(words, ARGUMENTS, switches=())
-  for problem in arguments.problems:
-    print(problem)
-  if arguments.problems:
-    return 2
+  settings, arguments = document.read(words, ARGUMENTS)
   given = arguments.values
-  settings = command_line.load(given.get("--config"), arguments.overrides)
   document.write("optimizer", arguments, run(settings, int(given.get("--steps", "10"))))
   return 0
 

@@ -24,7 +24,7 @@ from data.source import Row
 from deepseek_jax.flops import layout_flops
 from deepseek_jax.layout import Layout, decoder_slots_of, stack_layouts
 from tests.bench import document, step
-from train import settings as command_line
+from train.errors import UsageError
 from train.replay_checks import replay_problems
 
 _CONTEXT = 0.9  # share of the tokens of a conversation
@@ -33,16 +33,11 @@ ARGUMENTS = ("--config", "--responses", "--steps", "--json")
 
 
 def main(words: list[str]) -> int:
-  arguments = command_line.split(words, ARGUMENTS, switches=())
+  plain, arguments = document.read(words, ARGUMENTS)
   given, responses = arguments.values, int(arguments.values.get("--responses", "4"))
-  problems = list(arguments.problems)
-  if not problems:
-    settings = with_replay(command_line.load(given.get("--config"), arguments.overrides), responses)
-    problems = list(replay_problems(settings))
-  for problem in problems:
-    print(problem)
-  if problems:
-    return 2
+  settings = with_replay(plain, responses)
+  if problems := list(replay_problems(settings)):
+    raise UsageError(problems)
   measured = compare(settings, int(given.get("--steps", "30")), responses)
   document.write("replay", arguments, {"responses": responses, **measured})
   return 0

@@ -23,7 +23,6 @@ from deepseek_jax.layout import Document, Layout, build_layout, stack_layouts
 from deepseek_jax.ngram import NgramHash
 from deepseek_jax.sharding import make_mesh
 from tests.bench import document, measure, step_parts
-from train import settings as command_line
 from train.batches import abstract_batch
 from train.programs import Programs, build_programs
 
@@ -33,13 +32,8 @@ ARGUMENTS = ("--config", "--steps", "--json", "--profile")
 
 
 def main(words: list[str]) -> int:
-  arguments = command_line.split(words, ARGUMENTS, switches=())
-  for problem in arguments.problems:
-    print(problem)
-  if arguments.problems:
-    return 2
+  settings, arguments = document.read(words, ARGUMENTS)
   given = arguments.values
-  settings = command_line.load(given.get("--config"), arguments.overrides)
   prepared = prepare(settings)
   print(f"Compiled in {prepared.compile_seconds:.1f} s.", file=sys.stderr, flush=True)
   measured = run(prepared, int(given.get("--steps", "30")), given.get("--profile"))
