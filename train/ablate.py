@@ -169,6 +169,7 @@ def compile_programs(chosen: Settings, mesh: Mesh) -> Programs:
 
   over_seeds = lambda fn: lambda states, batch: jax.lax.map(lambda s: fn(s, batch), states)
   evaluate = over_seeds(lambda s, batch: of_one.evaluate(s.params, s.balance, batch))
+  # Said of shapes too, so that programs compile for a device that is not here.
   on_mesh = NamedSharding(mesh, PartitionSpec())
   struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_mesh)
   shapes, batch = jax.tree.map(struct, jax.eval_shape(create)), of_one.abstract_batch

@@ -18,6 +18,7 @@ from configs.schema import Settings
 from deepseek_jax.optim.optimizer import make_optimizer
 from tests.bench import document, measure
 from train import stages
+from train.errors import UsageError
 from train.programs import parameter_shapes
 
 ARGUMENTS = ("--config", "--steps", "--json")
@@ -26,8 +27,10 @@ _WEIGHT, _GRADIENT = 0.02, 1e-3  # standard deviations; neither changes the work
 
 def main(words: list[str]) -> int:
   settings, arguments = document.read(words, ARGUMENTS)
-  given = arguments.values
-  document.write("optimizer", arguments, run(settings, int(given.get("--steps", "10"))))
+  steps = int(arguments.values.get("--steps", "10"))
+  if steps < 1:
+    raise UsageError([f"--steps is {steps}, accepted is 1 or more."])
+  document.write("optimizer", arguments, run(settings, steps))
   return 0
 
 
@@ -73,6 +76,7 @@ def _random(shapes: Any, deviation: float, seed: int) -> Any:
 
   def draw(key: jax.Array) -> list[jax.Array]:
     keys = jax.random.split(key, len(leaves))
-    return [deviation * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+    normal = lambda k, x: deviation * jax.random.normal(k, x.shape, x.dtype)
+    return [normal(k, x) for k, x in zip(keys, leaves, strict=True)]
 
   return jax.tree.unflatten(tree, jax.jit(draw)(jax.random.key(seed, impl="rbg")))

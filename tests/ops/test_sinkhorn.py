@@ -71,7 +71,11 @@ def test_far_logits_give_finite_values_and_gradients(implementation):
   assert np.isfinite(value).all() and np.isfinite(d_x).all()
 
 
-def test_more_streams_than_a_thread_holds_are_left_to_plain_jax():
-  x = logits(3, 8, 8)
-  with pytest.raises(NotImplementedError, match="8 streams"):
+@pytest.mark.parametrize(
+  ("x", "limit"),
+  [(logits(3, 8, 8), "8 streams"), (logits(3, 4, 4).astype(jnp.bfloat16), "bfloat16")],
+  ids=["streams", "dtype"],
+)
+def test_what_the_kernel_does_not_take_is_left_to_plain_jax(x, limit):
+  with pytest.raises(NotImplementedError, match=limit):
     sinkhorn(x, ITERATIONS, EPS, implementation="pallas_triton")

@@ -33,7 +33,15 @@ def test_parts_share_the_global_norm_among_them():
 
 def test_a_norm_of_bytes_is_nearly_that_of_float32_at_any_learning_rate():
   rng = np.random.default_rng(0)
-  for rate in (1e-6, 1e-4, 1e-2):
-    tree = {"embed": jnp.asarray(rate * rng.normal(size=(300, 100)), jnp.float32)}
-    found, want = (float(norms(t)["embed"]) for t in (in_a_byte(tree), tree))
-    np.testing.assert_allclose(found, want, rtol=5e-3)
+  spread, equal = rng.normal(size=(300, 100)), np.sign(rng.normal(size=(300, 100)))
+  for rate in (1e-7, 1e-6, 1.125 * 2.0**-14, 1e-4, 3e-4, 1e-2):
+    for numbers in (spread, equal):
+      tree = {"embed": jnp.asarray(rate * numbers, jnp.float32)}
+      found, want = (float(norms(t)["embed"]) for t in (in_a_byte(tree), tree))
+      np.testing.assert_allclose(found, want, rtol=1e-2)
+
+
+def test_a_norm_of_bytes_says_when_updates_diverge():
+  found = lambda *numbers: float(norms(in_a_byte({"embed": jnp.array([numbers])}))["embed"])
+  assert 3 < found(1e6) < np.inf
+  assert np.isnan(found(1.0, np.nan))

@@ -149,6 +149,13 @@ def test_without_a_terminal_there_is_one_line_per_interval_and_per_validation():
   assert "validation 2.2500 bits/byte" in shown[1]
 
 
+def test_before_the_first_step_nothing_is_said_about_the_time_left():
+  file, progress = quiet(total_steps=12)
+  progress.step(0, {"validation_bits_per_byte": 2.25})
+  progress.close()
+  assert file.getvalue() == "step 0/12  validation 2.2500 bits/byte\n"
+
+
 def test_on_a_terminal_there_is_one_bar():
   console = rich.console.Console(file=io.StringIO(), force_terminal=True, width=100)
   progress = Progress(first_step=2, total_steps=4, log_every=1, console=console)

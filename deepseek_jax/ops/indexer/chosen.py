@@ -112,7 +112,8 @@ def _split(width, q_BQIi, weights_BQI, selection_BQK, *others):
   """[B, Q, ...] -> [n, B, C, ...]; the last chunk is filled up with queries that chose nothing."""
   arrays = (q_BQIi, weights_BQI, selection_BQK, *others)
   rows, queries, top_k = selection_BQK.shape
-  bytes_per_query = 4 * rows * top_k * max(width, q_BQIi.shape[2])  # of a row each
+  per_choice = 4 * max(width, q_BQIi.shape[2])  # float32 channels, or products with all heads
+  bytes_per_query = max(1, rows * top_k * per_choice)  # C is of each row
   chunk = min(queries, max(1, tiles.DIVERGENCE_BYTES // bytes_per_query))
   return tuple(split(x, chunk, fill=-1 if x.dtype == jnp.int32 else 0) for x in arrays)
 

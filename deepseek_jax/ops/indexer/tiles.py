@@ -17,8 +17,8 @@ MOST_QUERIES, FEWEST_QUERIES = 4096, 64
 # 512 threads; a longer row first chooses blocks by their maxima.
 DIRECT_PLACES, MOST_PLACES = 8192, 32768
 
-# Gathered keys, and rows of their gradient, that exist at a time in the divergence: float32
-# channels, of 1,024 queries with 512 choices of 128 channels.
+# Gathered keys, rows of their gradient and products with all heads that exist at a time in the
+# divergence, the largest of them in float32: 1,024 queries with 512 choices of 128 channels.
 DIVERGENCE_BYTES = 2**28
 
 # A restricted layer may score its pool's members alone, or score every visible entry and then look

@@ -30,6 +30,8 @@ def sinkhorn(logits_Xcc: jax.Array, iterations: int, eps: float) -> jax.Array:
   streams = logits_Xcc.shape[-1]
   if streams > _MOST_STREAMS:
     raise NotImplementedError(f"{streams} streams, the kernel takes at most {_MOST_STREAMS}.")
+  if logits_Xcc.dtype != jnp.float32:
+    raise NotImplementedError(f"logits are {logits_Xcc.dtype}, the kernel takes float32.")
   if not logits_Xcc.size:
     return logits_Xcc
   return _call(_forward_kernel, iterations, eps, logits_Xcc)
@@ -54,7 +56,7 @@ def _call(kernel, iterations: int, eps: float, *arrays_Xcc: jax.Array) -> jax.Ar
 
 def _run(*arrays_Xcc: jax.Array, kernel: Any, iterations: int, eps: float) -> jax.Array:
   shape = arrays_Xcc[0].shape
-  arrays_Scc = [x.astype(jnp.float32).reshape(-1, *shape[-2:]) for x in arrays_Xcc]
+  arrays_Scc = [x.reshape(-1, *shape[-2:]) for x in arrays_Xcc]
   like = lambda *leading: jax.ShapeDtypeStruct((*leading, *arrays_Scc[0].shape), jnp.float32)
   iterates = [like(max(1, iterations - 1))] if kernel is _backward_kernel else []
   results = triton_call(

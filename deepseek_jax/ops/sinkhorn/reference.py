@@ -18,7 +18,7 @@ def sinkhorn(logits_Xcc: jax.Array, iterations: int, eps: float) -> jax.Array:
 def _start(logits_Xcc):
   """[c, c, X]: tokens last, so that the arithmetic is wide and the matrix axes are cheap to sum.
 
-  Rows and slots stay two axes: as one they could not lie on a mesh that cuts both.
+  Leading axes stay as they are: as one they could not lie on a mesh that cuts several.
   """
   return jnp.moveaxis(logits_Xcc, (-2, -1), (0, 1))
 

@@ -17,7 +17,8 @@ KEYS = 64
 
 # Queries whose contributions to the entries exist at a time in the backward pass of the release:
 # 2,048 x 640 rows of 1 KiB are 1.25 GiB. 2,112, a multiple of the 132 multiprocessors, was not
-# faster. With fewer keys a chunk has more queries, for each chunk is a dozen kernels.
+# faster. In Pallas-Triton a chunk has more queries where they have fewer keys, for each chunk is a
+# dozen kernels.
 BACKWARD_QUERIES = 2048
 BACKWARD_ROWS = BACKWARD_QUERIES * 640
 
