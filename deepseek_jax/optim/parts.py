@@ -42,7 +42,7 @@ def norms(tree: Any) -> dict[str, jax.Array]:
 def in_a_byte(tree: Any) -> Any:
   """The tree rounded to float8_e5m2, in memory, and back in float32: for norms of what a step would
   otherwise not write down. AdamW's updates of configs/small.py are 26 GB in float32, which a norm
-  wants written and read; a quarter of that is what health metrics may cost (docs/log.md).
+  wants written and read; health metrics may cost 1% of a step (docs/log.md).
 
   Which way an element is rounded depends on its column too, in proportion to the distances, so that
   roundings cancel where all magnitudes are equal as well, as they are in Adam's first update. A
