@@ -19,7 +19,7 @@ In place of all weights, changes of low rank train with
 
   --config.optim.low_rank.rank=16 --config.optim.peak_lr=1e-4 --config.optim.final_lr=1e-5
 
-Hardware: 512 chips of v5p, never run; `tiny`: two CPU cores, its chain 6 min 37 s (docs/log.md).
+Hardware: 512 chips of v5p, never run; `tiny`: two CPU cores, its chain 6 min 39 s (docs/log.md).
 The report states that post-training has the pool, FP4 and replay, not its learning rate, batch and
 share of replay: those are ours.
 """

@@ -34,10 +34,10 @@ from rich.console import Console
 
 from deepseek_jax.ops import dispatch
 from tests.bench import case, measure, report
-from train.errors import UsageError, refuse
+from train.errors import Exit, UsageError
 
 _MEASURED = ("attention", "indexer", "experts", "loss")
-_OF_A_CONFIGURATION = ("step", "replay", "decode", "optimizer", "convert", "paired_kl")
+_OWN_WORDS = ("step", "replay", "decode", "optimizer", "convert", "paired_kl")
 _CHIPS = ("v5p", "v6e", "tpu7x")
 _SELECTIONS = ("random", "clustered")
 _REFERENCE_TOKENS = 4096
@@ -54,11 +54,12 @@ _FOREIGN = {
 
 def main(arguments: list[str] | None = None) -> int:
   words = sys.argv[1:] if arguments is None else arguments
-  if words[:1] and words[0] in _OF_A_CONFIGURATION:
+  if words[:1] and words[0] in _OWN_WORDS:
     try:
       return importlib.import_module(f"tests.bench.{words[0]}").main(words[1:])
     except UsageError as error:
-      return refuse(error.problems)
+      print(error)
+      return Exit.USAGE
   parser = _parser()
   options = parser.parse_args(words)
   if options.tokens and min(options.tokens) < max(options.ratio):

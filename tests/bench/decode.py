@@ -92,15 +92,8 @@ def abstract_weights(settings: Settings) -> Any:
 
 def random_weights(settings: Settings) -> Any:
   """Gains around 1, all else small; made on the device."""
-  leaves, tree = jax.tree.flatten(abstract_weights(settings))
-
-  def draw(key):
-    keys = jax.random.split(key, len(leaves))
-    small = lambda k, x: 0.02 * jax.random.normal(k, x.shape, x.dtype)
-    new = [small(k, x) + (x.ndim == 1) for k, x in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(tree, new)
-
-  return jax.jit(draw)(jax.random.key(0, impl="rbg"))
+  small = measure.random_tree(abstract_weights(settings), 0.02, 0)
+  return jax.tree.map(lambda x: x + 1 if x.ndim == 1 else x, small)
 
 
 def _prefill(sampler: Sampler, rows: int, tokens: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,18 @@ def peaks() -> Peaks:
   source = jnp.zeros(size // 4, jnp.float32)
   copy = jax.jit(lambda x: x + 1)
   return Peaks(2 * edge**3 / seconds(product, a, b), 2 * size / seconds(copy, source))
+
+
+def random_tree(shapes: Any, deviation: float, seed: int) -> Any:
+  """Normal numbers of these shapes and dtypes, by the device's own generator in one program."""
+  leaves, tree = jax.tree.flatten(shapes)
+
+  def draw(key: jax.Array) -> list[jax.Array]:
+    keys = jax.random.split(key, len(leaves))
+    normal = lambda k, x: deviation * jax.random.normal(k, x.shape, x.dtype)
+    return [normal(k, x) for k, x in zip(keys, leaves, strict=True)]
+
+  return jax.tree.unflatten(tree, jax.jit(draw)(jax.random.key(seed, impl="rbg")))
 
 
 def memory(compiled: jax.stages.Compiled) -> dict[str, int]:

@@ -39,7 +39,9 @@ def run(settings: Settings, steps: int) -> dict[str, Any]:
   shapes = parameter_shapes(settings)
   optimizer = make_optimizer(settings.optim, stages.spans(settings), settings.model.engram)
   update = compiled(optimizer, shapes)
-  params, grads = _random(shapes, _WEIGHT, 0), _random(shapes, _GRADIENT, 1)
+  params, grads = (
+    measure.random_tree(shapes, deviation, n) for n, deviation in enumerate((_WEIGHT, _GRADIENT))
+  )
   state = jax.jit(optimizer.init)(params)
   state_bytes = sum(x.nbytes for x in jax.tree.leaves((params, state)))
   params, state = jax.block_until_ready(update(params, state, grads))
@@ -69,14 +71,3 @@ def compiled(optimizer: optax.GradientTransformation, shapes: Any) -> Any:
   program = jax.jit(update, donate_argnums=(0, 1)).lower(shapes, abstract_state, shapes).compile()
   print(f"Compiled in {time.perf_counter() - began:.1f} s.", file=sys.stderr, flush=True)
   return program
-
-
-def _random(shapes: Any, deviation: float, seed: int) -> Any:
-  leaves, tree = jax.tree.flatten(shapes)
-
-  def draw(key: jax.Array) -> list[jax.Array]:
-    keys = jax.random.split(key, len(leaves))
-    normal = lambda k, x: deviation * jax.random.normal(k, x.shape, x.dtype)
-    return [normal(k, x) for k, x in zip(keys, leaves, strict=True)]
-
-  return jax.tree.unflatten(tree, jax.jit(draw)(jax.random.key(seed, impl="rbg")))

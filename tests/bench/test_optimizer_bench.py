@@ -21,4 +21,4 @@ def test_an_update_moves_every_weight_with_two_moments_each(tmp_path):
 def test_what_is_wrong_is_told_before_anything_is_compiled(capsys):
   for words in (["--stepz", "1"], ["--steps", "0"], ["--config.optim.matrix", "muon"]):
     assert main(["optimizer", "--config", "configs/nano.py", *words]) == 2
-    assert words[0].removeprefix("--config.") in capsys.readouterr().err
+    assert words[0].removeprefix("--config.") in capsys.readouterr().out

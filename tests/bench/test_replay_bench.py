@@ -45,4 +45,4 @@ def test_both_runs_and_the_formula_are_recorded(tmp_path):
 
 def test_what_cannot_run_is_said_before_anything_is_compiled(capsys):
   assert main(["replay", "--config", "configs/nano.py", "--config.model.attention.window=7"]) == 2
-  assert "model.attention.window is 7" in capsys.readouterr().err
+  assert "model.attention.window is 7" in capsys.readouterr().out
