@@ -62,7 +62,7 @@ def make_train_step(
     "skipped" (in a row, so more than 0 when this step was), "router_imbalance", "expert_rounds"
     (mean over layers and micro-batches; 1 where all tokens reached their experts at once),
     loss_fn's, and where it gives health: those of objective/health.py and router_bias.condition,
-    and norms of gradients and updates by part.
+    and norms of gradients and updates by part, the latter estimated (parts.sampled).
   """
 
   def train_step(state: TrainState, batch: Layout) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -96,7 +96,7 @@ def make_train_step(
     }
     if health is not None:
       metrics |= health_metrics(health) | _norms(grads, "grad_norm")
-      metrics |= _norms(parts.in_a_byte(updates), "update_norm")
+      metrics |= _norms(parts.sampled(updates), "update_norm")
       metrics |= router_bias.condition(balance, layers)
     return TrainState(state.step + 1, params, balance, opt_state, skipped), metrics
 

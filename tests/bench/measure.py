@@ -1,5 +1,6 @@
 """Time, memory and error of one compiled function, and what this device can do at most."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -51,13 +52,15 @@ def peaks() -> Peaks:
 def random_tree(shapes: Any, deviation: float, seed: int) -> Any:
   """Normal numbers of these shapes and dtypes, by the device's own generator in one program."""
   leaves, tree = jax.tree.flatten(shapes)
+  kinds = tuple((x.shape, x.dtype) for x in leaves)
+  return jax.tree.unflatten(tree, _draw(jax.random.key(seed, impl="rbg"), deviation, kinds))
 
-  def draw(key: jax.Array) -> list[jax.Array]:
-    keys = jax.random.split(key, len(leaves))
-    normal = lambda k, x: deviation * jax.random.normal(k, x.shape, x.dtype)
-    return [normal(k, x) for k, x in zip(keys, leaves, strict=True)]
 
-  return jax.tree.unflatten(tree, jax.jit(draw)(jax.random.key(seed, impl="rbg")))
+@functools.partial(jax.jit, static_argnames="kinds")  # 40 s to compile on a GPU: once
+def _draw(key: jax.Array, deviation: float, kinds: tuple) -> list[jax.Array]:
+  keys = jax.random.split(key, len(kinds))
+  normal = lambda k, shape, dtype: (deviation * jax.random.normal(k, shape)).astype(dtype)
+  return [normal(k, *kind) for k, kind in zip(keys, kinds, strict=True)]
 
 
 def memory(compiled: jax.stages.Compiled) -> dict[str, int]:
