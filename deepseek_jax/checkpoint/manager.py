@@ -52,9 +52,7 @@ def restore_step(
 
 def read_document(step_folder: StoragePath, name: str) -> dict[str, Any]:
   """One of the DOCUMENTS of a step. Raises CheckpointError where it cannot be read."""
-  if isinstance(step_folder, RemotePath):
-    return remote_storage.read_document(step_folder, name)
-  return storage.read_document(step_folder, name)
+  return _form(step_folder).read_document(step_folder, name)
 
 
 def _log(sentence: str) -> None:
@@ -269,12 +267,14 @@ class Checkpoints:
 
 
 def _read(folder: StoragePath, abstract_items: dict[str, Any]) -> Restored:
-  if isinstance(folder, RemotePath):
-    items = remote_storage.read_items(folder, abstract_items)
-  else:
-    items = storage.read_items(folder, abstract_items)
+  items = _form(folder).read_items(folder, abstract_items)
   data, meta = (read_document(folder, name) for name in DOCUMENTS)
   return Restored(step=meta["step"], items=items, data=data, meta=meta)
+
+
+def _form(step_folder: StoragePath) -> Any:
+  """The module that reads a step, by what it holds: people copy steps out of stores."""
+  return remote_storage if remote_storage.wrote(step_folder) else storage
 
 
 def _from_primary(chosen: int, failed: bool) -> tuple[int, bool]:

@@ -5,7 +5,8 @@ driver. Here every process writes the chunks of its own shards, one object each,
 chunks that its shards touch, whatever mesh wrote them. No object is renamed and none is written by
 two processes. A chunk carries a CRC-32C, which TensorStore checks whenever it is read.
 
-`<item>/<leaf>/zarr.json` and `<item>/<leaf>/c/...` for arrays, `<name>.json` for documents.
+`<item>/<leaf>/zarr.json` and `<item>/<leaf>/c/...` for arrays, `<name>.json` for documents. Copied
+into a local folder a step is read from there as well.
 """
 
 import concurrent.futures
@@ -19,7 +20,7 @@ import tensorstore as ts
 
 from deepseek_jax.checkpoint import manifest, names
 from deepseek_jax.checkpoint.errors import CheckpointError
-from deepseek_jax.storage_path import RemotePath
+from deepseek_jax.storage_path import RemotePath, StoragePath
 
 CHUNK_BYTES = 2**26  # at most: 16 whole objects are in memory while they are hashed
 READERS = 4  # leaves that are read at the same time
@@ -76,7 +77,21 @@ class RemoteStorage:
         (path / f"{name}.json").write_bytes(json.dumps(document).encode())
 
 
-def read_document(path: RemotePath, name: str) -> dict:
+def wrote(step_folder: StoragePath) -> bool:
+  """Whether a step has this form, wherever it lies now.
+
+  Raises: CheckpointError for one in a store that was written to a local folder.
+  """
+  if not isinstance(step_folder, RemotePath):
+    return (step_folder / "meta.json").is_file()
+  if (step_folder / "meta" / "metadata").is_file():
+    raise CheckpointError(
+      f"{step_folder} was written to a local folder and cannot be read in a store; copy it to one."
+    )
+  return True
+
+
+def read_document(path: StoragePath, name: str) -> dict:
   """A JSON document of a step."""
   try:
     return json.loads((path / f"{name}.json").read_bytes())
@@ -84,13 +99,13 @@ def read_document(path: RemotePath, name: str) -> dict:
     raise CheckpointError(f"{path}/{name}.json cannot be read: {error}") from error
 
 
-def read_items(path: RemotePath, abstract_items: dict[str, Any]) -> dict[str, Any]:
+def read_items(path: StoragePath, abstract_items: dict[str, Any]) -> dict[str, Any]:
   """State items of a step, onto the shardings given; as storage.read_items."""
   stored = list(manifest.read_manifest(path))
   return {name: _read_item(path, name, tree, stored) for name, tree in abstract_items.items()}
 
 
-def _read_item(path: RemotePath, item: str, tree: Any, stored: list[str]) -> Any:
+def _read_item(path: StoragePath, item: str, tree: Any, stored: list[str]) -> Any:
   wanted = names.named_leaves(tree)
   ending = f"/{METADATA}"
   present = [
@@ -109,7 +124,7 @@ def _read_item(path: RemotePath, item: str, tree: Any, stored: list[str]) -> Any
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
       read = list(pool.map(lambda name: _placed(arrays[name], wanted[name]), wanted))
   except ValueError as error:
-    reason = path.error(str(error)).strerror
+    reason = path.error(str(error)).strerror if isinstance(path, RemotePath) else error
     raise CheckpointError(f"{path} cannot be read: {reason}") from error
   return jax.tree.unflatten(jax.tree.structure(tree), read)
 
@@ -168,6 +183,9 @@ def _create(path: RemotePath, leaf: _Leaf) -> ts.Future:
   )
 
 
-def open_array(path: RemotePath) -> ts.Future:
+def open_array(path: StoragePath) -> ts.Future:
   """One array of an item, for reading."""
-  return path.open_array({"driver": "zarr3"}, open=True, read=True)
+  spec: dict[str, Any] = {"driver": "zarr3"}
+  if isinstance(path, RemotePath):
+    return path.open_array(spec, open=True, read=True)
+  return ts.open(spec | {"kvstore": {"driver": "file", "path": f"{path}/"}}, open=True, read=True)

@@ -7,7 +7,7 @@ import tensorstore as ts
 from deepseek_jax.checkpoint import remote_storage
 from deepseek_jax.checkpoint.errors import CheckpointError
 from deepseek_jax.checkpoint.manifest import read_manifest
-from deepseek_jax.storage_path import RETRIES, RemotePath, StoragePath
+from deepseek_jax.storage_path import RETRIES, StoragePath
 
 _CACHE_BYTES = 2**28  # of chunks that were read, shared by the arrays of an item
 _ARRAY = "/.zarray"  # ends the key of an array's description
@@ -19,8 +19,8 @@ def open_items(step_folder: StoragePath) -> dict[str, dict[str, ts.TensorStore]]
   Raises: CheckpointError for a folder that holds no step.
   """
   try:
-    if isinstance(step_folder, RemotePath):
-      return _open_remote(step_folder)
+    if remote_storage.wrote(step_folder):
+      return _open_zarr(step_folder)
     items = [path for path in step_folder.iterdir() if (path / "manifest.ocdbt").is_file()]
     return {path.name: _open_local(path.as_posix()) for path in sorted(items)}
   except (ValueError, OSError) as error:
@@ -62,7 +62,7 @@ def _context(cache_bytes: int) -> ts.Context:
   return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}, **retries})
 
 
-def _open_remote(step_folder: RemotePath) -> dict[str, dict[str, ts.TensorStore]]:
+def _open_zarr(step_folder: StoragePath) -> dict[str, dict[str, ts.TensorStore]]:
   ending = f"/{remote_storage.METADATA}"
   items: dict[str, dict[str, Any]] = {}
   for file in read_manifest(step_folder):

@@ -7,6 +7,7 @@ from flax import linen as nn
 
 from deepseek_jax.checkpoint import Checkpoints
 from deepseek_jax.model import Model
+from deepseek_jax.storage_path import write_atomically
 from tests.train.conftest import ROOT, VOCAB
 from train import settings
 from train.arguments import lay_mesh
@@ -22,18 +23,22 @@ STEPS = (3, 7)
 def trained(prepared, tmp_path_factory):
   """A run folder as a run leaves it after step 7, its last one being 8."""
   folder = tmp_path_factory.mktemp("evaluated") / "run"
+  folder.mkdir()
+  write_run(folder, prepared)
+  return folder
+
+
+def write_run(folder, prepared):
   arguments = [f"--config={ROOT}/configs/nano.py", f"--workdir={folder}"]
   vocab = {"model.vocab": VOCAB, "model.engram.compressed_vocab": VOCAB}
   overrides = {"data.paths": prepared.folder} | vocab
   arguments += [f"--config.{key}={value}" for key, value in overrides.items()]
   chosen = settings.parse(arguments, devices=1).settings
-  folder.mkdir()
-  (folder / "config.json").write_text(settings.resolved_json(chosen))
+  write_atomically(folder / "config.json", settings.resolved_json(chosen).encode())
   checkpoints = Checkpoints(folder / "checkpoints")
   for step in STEPS:
     add_step(checkpoints, chosen, step, prepared.tokenizer_sha256)
   checkpoints.close()
-  return folder
 
 
 def add_step(checkpoints, chosen, step, tokenizer):
