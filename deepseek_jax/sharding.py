@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import linen as nn
+from jax.experimental import multihost_utils
 from jax.experimental.mesh_utils import create_device_mesh, create_hybrid_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -166,3 +168,14 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def batch_pieces(cfg: MeshConfig) -> int:
   """How many pieces the rows of a batch are cut into; their number must divide by it."""
   return math.prod(getattr(cfg, axis) for axis in RULES["batch"])
+
+
+def to_host(tree: Any) -> Any:
+  """NumPy arrays of a whole tree, on every process; all of them have to ask."""
+
+  def fetch(x: Any) -> np.ndarray:
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+      return np.asarray(x)
+    return multihost_utils.process_allgather(x, tiled=True)
+
+  return jax.tree.map(fetch, tree)

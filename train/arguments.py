@@ -45,8 +45,14 @@ def read_mesh(text: str | None) -> tuple[MeshConfig, list[str]]:
 
 
 def lay_mesh(cfg: MeshConfig) -> Mesh:
-  """The mesh on the first devices. Raises UsageError where there are not so many."""
+  """The mesh on the first devices, for several processes on all. Raises UsageError where there
+  are not so many.
+  """
   wanted, devices = math.prod(dataclasses.asdict(cfg).values()), jax.devices()
+  if (count := jax.process_count()) > 1 and wanted != len(devices):
+    raise UsageError(
+      [f"--mesh has {wanted} devices; {count} processes need one of all {len(devices)}."]
+    )
   if wanted > len(devices):
     raise UsageError([f"--mesh needs {wanted} devices, there are {len(devices)}."])
   return make_mesh(cfg, devices[:wanted])

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepseek_jax.storage_path import cache_folder
+from train import processes
 from train.arguments import lay_mesh
 from train.errors import Exit, UsageError
 from train.evaluation import conditions
@@ -20,6 +21,7 @@ from train.evaluation.results import Results, Samples
 from train.evaluation.task import Task
 from train.evaluation.tasks import find_tasks, table
 from train.evaluation.watch import appearing
+from train.pretrain import join_and_find_devices
 from train.processes import say, warn
 from train.signals import StopSignal
 
@@ -29,7 +31,10 @@ def main(argv: Sequence[str]) -> int:
   if any(word in ("--help", "-h") for word in argv):
     print(USAGE.format(tasks=table()))
     return Exit.DONE
-  request, tasks, notes, mesh = understand(argv)
+  join_and_find_devices()
+  with processes.agreed():
+    request, tasks, notes, mesh = understand(argv)
+  notes.results.share()
   keep_compiled()
   failed = []
   with contextlib.ExitStack() as stack:
@@ -40,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
       stopped = lambda: stop.requested
       found = appearing(request.checkpoint, request.step, stopped)
     else:
-      found = find_checkpoints(request.checkpoint, request.step)
+      found = _everywhere(find_checkpoints(request.checkpoint, request.step))
     for checkpoint in found:
       try:
         record = evaluate(checkpoint, tasks, request, mesh, notes, stopped)
@@ -49,11 +54,12 @@ def main(argv: Sequence[str]) -> int:
           warn(f"{checkpoint.name} was removed before it was read; it is left out.")
           continue
         raise
-      show(checkpoint, record, tasks)
+      if processes.first():
+        show(checkpoint, record, tasks)
       measured = {t.name: record["results"].get(t.name, {}) for t in tasks}
       failed += conditions.failed(request.fail_if, measured)
   for sentence in failed:
-    print(sentence)
+    say(sentence)
   return Exit.CHECK_FAILED if failed else Exit.DONE
 
 
@@ -61,6 +67,14 @@ def keep_compiled() -> None:
   """The next checkpoint of a run is not compiled for again, nor the next evaluation."""
   if jax.config.jax_compilation_cache_dir is None:
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+
+
+def _everywhere(found: list[Checkpoint]) -> list[Checkpoint]:
+  """The checkpoints, if all processes see the same."""
+  seen = processes.gather([str(checkpoint.path) for checkpoint in found])
+  if any(names != seen[0] for names in seen):
+    raise UsageError(["The processes find different checkpoints; they need a shared folder."])
+  return found
 
 
 class Notes(NamedTuple):
@@ -83,6 +97,8 @@ def understand(argv: Sequence[str]) -> tuple[Request, list[Task], Notes, Mesh]:
   tasks = tried(lambda: find_tasks(request))
   notes = Notes(tried(lambda: Results(request.output)), tried(lambda: Samples(request.log_samples)))
   mesh = tried(lambda: lay_mesh(request.mesh))
+  if request.watch and jax.process_count() > 1:
+    problems.append(f"--watch is for one process, there are {jax.process_count()}.")
   if not request.watch:
     tried(lambda: find_checkpoints(request.checkpoint, request.step))
   if tasks:
@@ -108,11 +124,12 @@ def evaluate(
 
   Raises: UsageError for a checkpoint that cannot be used, and before anything is computed.
   """
-  model = open_evaluated(checkpoint, request, mesh)
-  record = notes.results.record(model, request)
-  left = [task for task in tasks if not notes.results.done(record, task)]
-  if problems := [p for task in left for p in task.problems(model, request)]:
-    raise UsageError(problems)
+  with processes.agreed():
+    model = open_evaluated(checkpoint, request, mesh)
+    record = notes.results.record(model, request)
+    left = [task for task in tasks if not notes.results.done(record, task)]
+    if problems := [p for task in left for p in task.problems(model, request)]:
+      raise UsageError(problems)
   for task in tasks:
     if task not in left:
       say(f"{task.name} of {checkpoint.name} is in {request.output} already.")

@@ -20,11 +20,13 @@ from deepseek_jax.sampling.generate import generate, go_on
 from deepseek_jax.sampling.sampler import Sampler
 from deepseek_jax.sampling.session import Session
 from deepseek_jax.sampling.weights import decoding_dtype
+from train import processes
 from train.arguments import lay_mesh
 from train.chat_prompt import Answer, chat_tokens
 from train.chat_talk import talk, typed_lines
 from train.errors import Exit, UsageError
 from train.generate_request import USAGE, Request, parse
+from train.pretrain import join_and_find_devices
 from train.stored_model import StoredModel, open_model
 from train.stored_text import StoredText, open_text
 
@@ -43,13 +45,17 @@ def main(argv: Sequence[str]) -> int:
   if any(word in ("--help", "-h") for word in argv):
     print(USAGE)
     return Exit.DONE
-  request = parse(argv, terminal=sys.stdin is not None and sys.stdin.isatty())
-  trained = load(request)
+  join_and_find_devices()
+  with processes.agreed():
+    alone = jax.process_count() == 1
+    request = parse(argv, terminal=alone and sys.stdin is not None and sys.stdin.isatty())
+    trained = load(request)
   pieces = converse if request.prompt is None else write
   with jax.set_mesh(trained.mesh), contextlib.suppress(KeyboardInterrupt):
     for piece in pieces(trained, request):
-      print(piece, end="", flush=True)
-  print()
+      if processes.first():
+        print(piece, end="", flush=True)
+  processes.say("")
   return Exit.DONE
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from deepseek_jax.sampling.choose_token import choose_token
 from deepseek_jax.sampling.sampler import Sampler
+from deepseek_jax.sharding import to_host
 
 
 class Sampling(NamedTuple):
@@ -77,7 +78,7 @@ def go_on(
   """As `generate`, with a step that appends tokens [B] to active texts [B] and returns logits."""
   active_B, logits_BV = np.ones(len(behind.length_B), bool), behind.logits_BV
   for count in range(max_new_tokens):
-    tokens_B = np.asarray(
+    tokens_B = to_host(
       choose_token(
         logits_BV[:, :vocab],
         sampling.seed,

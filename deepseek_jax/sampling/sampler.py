@@ -19,6 +19,7 @@ from deepseek_jax.sampling.cache import NO_TOKEN, Cache, capacity, decoding_conf
 from deepseek_jax.sampling.forward import CachedModel
 from deepseek_jax.sampling.memory import take
 from deepseek_jax.sampling.prefill import Tail, empty_tail, enter, push
+from deepseek_jax.sharding import to_host
 from deepseek_jax.types import ModelOutput
 
 # Kernels of the indexer take so many entries at a time: where the last tile is not full, every step
@@ -94,9 +95,7 @@ class Sampler:
     """
     window = self.cfg.attention.window
     _check_prompts(self.cfg, cache, prompts)
-    if (counts := [len(tokens) for tokens in held]) != (
-      here := np.asarray(cache.position).tolist()
-    ):
+    if (counts := [len(tokens) for tokens in held]) != (here := to_host(cache.position).tolist()):
       raise ValueError(f"held has sequences of {counts} tokens, the cache of {here}.")
     if short := [len(tokens) for tokens in held if len(tokens) <= window]:
       raise ValueError(f"held has sequences of {short} tokens, accepted are more than {window}.")
@@ -107,7 +106,7 @@ class Sampler:
     """Passes of tokens, each with whether it writes entries."""
     exact = exact or self.cfg.decoder_start is None
     tail, last_BV = empty_tail(self.cfg, cache), jnp.zeros(())
-    recent_BG = np.asarray(cache.recent)
+    recent_BG = to_host(cache.recent)
     for tokens, write in passes:
       for tokens_BC, count_B in _chunks(tokens, self.chunk):
         # The host's own tokens, so that programs queue up without waiting for one another.
@@ -127,7 +126,7 @@ class Sampler:
     """
     tokens_B1, count_B = np.asarray(tokens_B, np.int32)[:, None], np.asarray(active_B, np.int32)
     _check_room(self.cfg, cache, count_B)
-    rows = self.engram_rows(np.asarray(cache.recent), tokens_B1)
+    rows = self.engram_rows(to_host(cache.recent), tokens_B1)
     return self.programs.extend(self._variables, cache, tokens_B1, rows, count_B, write=True)
 
   def engram_rows(self, recent_BG: np.ndarray, tokens_BC: np.ndarray) -> np.ndarray:
@@ -209,7 +208,7 @@ def _check_prompts(cfg: ModelConfig, cache: Cache, prompts: Sequence[np.ndarray]
 
 
 def _check_room(cfg: ModelConfig, cache: Cache, new_B: Sequence[int] | np.ndarray) -> None:
-  ends = np.asarray(cache.position) + new_B
+  ends = to_host(cache.position) + new_B
   room = capacity(cfg, cache)
   if room is not None and ends.max() > room:
     raise ValueError(f"the cache has room for {room} tokens, {ends.max()} are needed.")

@@ -12,6 +12,7 @@ import numpy as np
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.layout import Layout
 from deepseek_jax.model import Model
+from deepseek_jax.sharding import to_host
 from train.batches import RowGroup, placer
 from train.evaluation.model import EvaluatedModel
 from train.served import Match, matched_agreement, row_sums
@@ -59,7 +60,7 @@ def compare(model: EvaluatedModel, comparison: Comparison, buckets: int) -> np.n
   layout, match = place(model, (changed.layout, match))
   with jax.set_mesh(model.mesh):
     sums_BK5 = program(*hidden, model.variables["params"]["head"], layout, match)
-  return np.asarray(jax.device_get(sums_BK5), np.float64)
+    return np.asarray(to_host(sums_BK5), np.float64)
 
 
 def metrics(sums_RK5: np.ndarray, axis: str, starts: list[int]) -> dict[str, Any]:

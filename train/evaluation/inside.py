@@ -16,6 +16,7 @@ from deepseek_jax.model import Model
 from deepseek_jax.nn.health import COLLECTION
 from deepseek_jax.objective.health import health_metrics
 from deepseek_jax.objective.layer_values import by_layer
+from deepseek_jax.sharding import to_host
 from train.evaluation.agreement import place
 from train.evaluation.model import EvaluatedModel
 from train.evaluation.request import Request
@@ -95,7 +96,7 @@ def _total(model: EvaluatedModel, rows: Iterable[Row], part: Callable[[Any, Any]
   program, total = _reports_program(model.cfg), None
   for layout, _ in exact_rows(model, rows):
     with jax.set_mesh(model.mesh):
-      found = jax.device_get(part(*program(model.variables, place(model, layout))))
+      found = to_host(part(*program(model.variables, place(model, layout))))
     found = jax.tree.map(lambda x: np.asarray(x, np.float64), found)
     total = found if total is None else jax.tree.map(np.add, total, found)
   return total

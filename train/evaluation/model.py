@@ -25,7 +25,7 @@ from deepseek_jax.sampling.cache import decoding_config
 from deepseek_jax.sampling.generate import Sampling, generate
 from deepseek_jax.sampling.sampler import Sampler
 from deepseek_jax.sampling.weights import decoding_weights
-from deepseek_jax.sharding import batch_pieces
+from deepseek_jax.sharding import batch_pieces, to_host
 from deepseek_jax.training_config import MeshConfig
 from train.batches import RowGroup, placer
 from train.evaluation.checkpoints import Checkpoint
@@ -97,7 +97,7 @@ class EvaluatedModel:
     place = placer(self.mesh, RowGroup(0, 1, np.arange(rows)))
     program = _score_program(self.cfg, self.settings.objective.vocab_chunk_tokens)
     with jax.set_mesh(self.mesh):
-      scores = jax.device_get(program(self.variables, place(layout)))
+      scores = to_host(program(self.variables, place(layout)))
     return jax.tree.map(lambda x: x[:wanted], scores)
 
   def log_likelihoods(self, sequences: Sequence[Scored]) -> list[Likelihood]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepseek_jax.storage_path import StoragePath, storage_path, write_atomically
+from train import processes
 from train.environment import environment
 from train.errors import UsageError
 from train.evaluation.model import EvaluatedModel
@@ -38,6 +39,11 @@ class Results:
     """Reads what is there. Raises UsageError for a file that is none of ours."""
     self._path = None if file is None else storage_path(file)
     self.records: list[dict[str, Any]] = [] if self._path is None else _read(self._path)
+
+  def share(self) -> None:
+    """From now on all processes go by what the first one has read; they have to call this."""
+    ((text,), *_) = processes.gather([json.dumps(self.records)])
+    self.records = json.loads(text)
 
   def record(self, model: EvaluatedModel, request: Request) -> dict[str, Any]:
     """The record of a checkpoint, which is made if there is none yet.
@@ -167,6 +173,8 @@ def _text(name: str, path: StoragePath) -> str:
 
 
 def _write(name: str, path: StoragePath, text: str) -> None:
+  if not processes.first():
+    return
   try:
     write_atomically(path, text.encode())
   except OSError as error:

@@ -28,10 +28,11 @@ def trained(prepared, tmp_path_factory):
   return folder
 
 
-def write_run(folder, prepared):
+def write_run(folder, prepared, **changes):
   arguments = [f"--config={ROOT}/configs/nano.py", f"--workdir={folder}"]
   vocab = {"model.vocab": VOCAB, "model.engram.compressed_vocab": VOCAB}
-  overrides = {"data.paths": prepared.folder} | vocab
+  given = {name.replace("__", "."): value for name, value in changes.items()}
+  overrides = {"data.paths": prepared.folder} | vocab | given
   arguments += [f"--config.{key}={value}" for key, value in overrides.items()]
   chosen = settings.parse(arguments, devices=1).settings
   write_atomically(folder / "config.json", settings.resolved_json(chosen).encode())
