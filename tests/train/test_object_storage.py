@@ -11,11 +11,12 @@ import pytest
 from configs.schema import Settings
 from deepseek_jax.checkpoint import manifest, verify_step
 from deepseek_jax.storage_path import cache_folder, storage_path, upload_tree
+from tests.train.several import MODEL
 from train.__main__ import main
 from train.errors import Exit, UsageError
 from train.run_folder import open_run_folder
 
-STEPS = {"total_steps": 16, "checkpoint__every_steps": 4, "validation__every_steps": 0}
+STEPS = MODEL | {"total_steps": 16, "checkpoint__every_steps": 4, "validation__every_steps": 0}
 LONG = STEPS | {"total_steps": 100_000}
 
 

@@ -15,6 +15,7 @@ from deepseek_jax.optim import low_rank
 from deepseek_jax.sharding import make_mesh
 from tests.bench import paired_kl
 from tests.train.conftest import ROOT, VOCAB, Runs, prepare_with_marks
+from tests.train.several import MODEL
 from train import checks, convert, replay_report, settings
 from train.batches import open_held_out, open_training, row_group
 from train.errors import Exit, UsageError
@@ -75,6 +76,15 @@ def pretrained(folders, one_device, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("pretrained") / "run"
   command = Runs(folders[0]).command(workdir, total_steps=3, validation__every_steps=0)
   assert pretrain(command, one_device) is Exit.DONE
+  return workdir
+
+
+@pytest.fixture(scope="module")
+def few_layers(folders, one_device, tmp_path_factory):
+  """The same of a model that is traced quickly, for runs that start often."""
+  workdir = tmp_path_factory.mktemp("few_layers") / "run"
+  steps = {"total_steps": 3, "validation__every_steps": 0}
+  assert pretrain(Runs(folders[0]).command(workdir, **MODEL, **steps), one_device) is Exit.DONE
   return workdir
 
 
@@ -263,9 +273,7 @@ def test_rows_must_suit_replay_even_where_no_step_has_it(folders, tuning, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, LOW_RANK], ids=["weights", "factors"])
-def test_killed_at_any_step_it_ends_with_the_same_lines(
-  more, finished, pretrained, tuning, tmp_path
-):
+def test_killed_at_any_step_it_ends_with_the_same_lines(more, few_layers, tuning, tmp_path):
   """Also when it starts again without --init; switches begin half way."""
   switches = {"main_fp4": True, "experts_fp4": bool(more)}
   change = {"data.replay.share": 1.0} | {f"model.numerics.{n}": on for n, on in switches.items()}
@@ -276,11 +284,12 @@ def test_killed_at_any_step_it_ends_with_the_same_lines(
     "total_steps": 6,
     "checkpoint__every_steps": 1,
     **more,
+    **MODEL,
   }
   lines = []
   for name, kills in (("whole", ()), ("killed", (1, 3))):
     workdir = tmp_path / name
-    words = [f"--init={pretrained / 'checkpoints' / '3'}"]
+    words = [f"--init={few_layers / 'checkpoints' / '3'}"]
     for step in kills:
       process = tuning.start(workdir, *words, **changes)
       tuning.wait_for_step(workdir, step, process)

@@ -62,7 +62,7 @@ def changes(longer):
     {"name": "warmup", "tokens": 1000, "changes": warmup},
     {"name": "long", "tokens": 3072, "changes": long},
   ]
-  return {
+  return MODEL | {
     "stages": repr(given),
     "total_steps": 12,
     "checkpoint__every_steps": 3,

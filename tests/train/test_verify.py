@@ -36,18 +36,32 @@ def copied(tmp_path):
   return copy
 
 
-# Every case goes through it; one is enough for a quick look.
-@pytest.mark.parametrize(
-  "case",
-  [
-    BACKBONE[0],
-    *(pytest.param(case, marks=pytest.mark.slow) for case in (*BACKBONE[1:], "decoder_replay")),
-  ],
-)
-def test_our_forward_with_rounded_entries_matches_the_reference_in_float32(case, tmp_path):
-  output = tmp_path / "out.json"
-  assert run(REFERENCE / case, "--numerics", "fp32_qat", "--output", str(output)) == Exit.DONE
-  traces = json.loads(output.read_text())["numerics"]["fp32_qat"][case]
+def report(reference, folder, *arguments):
+  output = folder / "out.json"
+  assert run(reference, "--output", str(output), *arguments) == Exit.DONE
+  return json.loads(output.read_text())
+
+
+@pytest.fixture(scope="module")
+def of_all_cases(tmp_path_factory):
+  """What the command says of all cases without another word, which takes a minute or two."""
+  return report(REFERENCE, tmp_path_factory.mktemp("report"))
+
+
+# One case is enough for a quick look.
+def test_our_forward_with_rounded_entries_matches_the_reference_in_float32(tmp_path):
+  case = BACKBONE[0]
+  found = report(REFERENCE / case, tmp_path, "--numerics", "fp32_qat")
+  assert_matches(found["numerics"]["fp32_qat"][case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*BACKBONE[1:], "decoder_replay"])
+def test_every_case_with_rounded_entries_matches_the_reference_in_float32(case, of_all_cases):
+  assert_matches(of_all_cases["numerics"]["fp32_qat"][case])
+
+
+def assert_matches(traces):
   floats = [t for name, t in traces.items() if name != "logits" and t["relative"] is not None]
   assert len(floats) > 20
   assert max(t["relative"] for t in floats) <= 2e-5
@@ -58,14 +72,12 @@ def test_our_forward_with_rounded_entries_matches_the_reference_in_float32(case,
 
 
 @pytest.mark.slow
-def test_all_cases_match_by_default_with_and_without_rounding(tmp_path):
-  assert run(REFERENCE, "--output", str(tmp_path / "out.json")) == Exit.DONE
-  report = json.loads((tmp_path / "out.json").read_text())
+def test_all_cases_match_by_default_with_and_without_rounding(of_all_cases):
   others = {*CACHES, "quantized_model"}
   layouts = {"decoder_replay as a layout"}
-  assert set(report["cases"]) == {*BACKBONE, *others, *layouts, "quant_vectors"}
+  assert set(of_all_cases["cases"]) == {*BACKBONE, *others, *layouts, "quant_vectors"}
   for numerics in ("fp32", "fp32_qat"):
-    assert set(report["numerics"][numerics]) == {*BACKBONE, *others, *layouts}
+    assert set(of_all_cases["numerics"][numerics]) == {*BACKBONE, *others, *layouts}
 
 
 def test_number_vectors_are_equal_byte_for_byte(tmp_path):
@@ -79,11 +91,9 @@ def test_number_vectors_are_equal_byte_for_byte(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CACHES)
-def test_prefill_steps_and_caches_match_the_reference(case, tmp_path):
+def test_prefill_steps_and_caches_match_the_reference(case, of_all_cases):
   """Rounded rows go through the packed cache, others through a plain one."""
-  output = tmp_path / "out.json"
-  assert run(REFERENCE / case, "--output", str(output)) == Exit.DONE
-  by_numerics = json.loads(output.read_text())["numerics"]
+  by_numerics = of_all_cases["numerics"]
   assert set(by_numerics) == {"fp32", "fp32_qat"}
   for cases in by_numerics.values():
     traces = cases[case]
