@@ -93,10 +93,9 @@ def test_number_vectors_are_equal_byte_for_byte(tmp_path):
 @pytest.mark.parametrize("case", CACHES)
 def test_prefill_steps_and_caches_match_the_reference(case, of_all_cases):
   """Rounded rows go through the packed cache, others through a plain one."""
-  by_numerics = of_all_cases["numerics"]
-  assert set(by_numerics) == {"fp32", "fp32_qat"}
-  for cases in by_numerics.values():
-    traces = cases[case]
+  found = {name: cases[case] for name, cases in of_all_cases["numerics"].items() if case in cases}
+  assert set(found) == {"fp32", "fp32_qat"}
+  for traces in found.values():
     assert sum(name.startswith("final.") for name in traces) > 8
     assert traces["decode_logits"]["relative"] <= 2e-5
     assert traces["final.layers.3.compressed_kv"]["relative"] <= 2e-5
