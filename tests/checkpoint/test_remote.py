@@ -73,6 +73,22 @@ def test_what_was_saved_comes_back_on_another_mesh(s3):
   assert_same(restore_step(f"{s3}/run/1", abstract(state(1))).items, state(1))
 
 
+def test_a_step_that_was_copied_to_a_folder_is_read_there_and_damage_is_noticed(s3, tmp_path):
+  save(f"{s3}/run", 1)
+  remote, local = storage_path(f"{s3}/run/1"), tmp_path / "1"
+  for name in remote.names_below():
+    (local / name).parent.mkdir(parents=True, exist_ok=True)
+    (local / name).write_bytes((remote / name).read_bytes())
+  other = state(1, (None, ("a", "b")), (None,))
+  assert_same(restore_step(local, abstract(other)).items, other)
+  chunk = next(path for path in (local / "params" / "w" / "c").rglob("*") if path.is_file())
+  chunk.write_bytes(bytes(reversed(chunk.read_bytes())))
+  with pytest.raises(CheckpointError, match="differs from its SHA-256"):
+    restore_step(local, abstract(other))
+  with pytest.raises(CheckpointError, match=f"{local} cannot be read: .*[Dd]igest mismatch"):
+    restore_step(local, abstract(other), verify=False)
+
+
 def test_arrays_may_be_donated_as_soon_as_save_returns(s3):
   items = state(3)
   checkpoints = Checkpoints(f"{s3}/run")

@@ -1,7 +1,7 @@
 """results.json: what was measured, one record for each checkpoint; and samples.jsonl.
 
 A record is written anew after every task, in one step, so that an evaluation which was interrupted
-goes on with the next one.
+goes on with the next one. Of several processes only the first reads and writes the files.
 """
 
 import dataclasses
@@ -160,6 +160,8 @@ def _read(path: StoragePath) -> list[dict[str, Any]]:
 
 def _text(name: str, path: StoragePath) -> str:
   """Of a file, "" if there is none. Raises UsageError where it can be neither read nor written."""
+  if not processes.first():
+    return ""
   try:
     return path.read_text(encoding="utf-8")
   except FileNotFoundError:
