@@ -1,5 +1,6 @@
 """The arrays of a step of ours as they lie on disk: described without being read, read in parts."""
 
+import pathlib
 from typing import Any
 
 import tensorstore as ts
@@ -21,6 +22,7 @@ def open_items(step_folder: StoragePath) -> dict[str, dict[str, ts.TensorStore]]
   try:
     if remote_storage.wrote(step_folder):
       return _open_zarr(step_folder)
+    assert isinstance(step_folder, pathlib.Path)  # stores have no other form
     items = [path for path in step_folder.iterdir() if (path / "manifest.ocdbt").is_file()]
     return {path.name: _open_local(path.as_posix()) for path in sorted(items)}
   except (ValueError, OSError) as error:
